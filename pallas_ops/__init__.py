@@ -1,0 +1,25 @@
+from .kernels import MatmulProblem as MatmulProblem
+from .nn import (
+    PallasLinear as PallasLinear,
+    restore_linear as restore_linear,
+    swap_linear as swap_linear,
+)
+from .operators import (
+    get_operator as get_operator,
+    Implementation as Implementation,
+    list_operators as list_operators,
+    matmul as matmul,
+    Operator as Operator,
+    options as options,
+    register_operator as register_operator,
+    UnsupportedCallError as UnsupportedCallError,
+)
+from .tiles import (
+    Resolution as Resolution,
+    StaticResolver as StaticResolver,
+    TileConfig as TileConfig,
+    TileResolver as TileResolver,
+)
+
+
+__version__ = "0.1.0"

@@ -1,0 +1,8 @@
+from ._pallas import pallas_matmul as pallas_matmul
+from ._problem import (
+    MatmulProblem as MatmulProblem,
+    problem_of as problem_of,
+    promoted_dtype as promoted_dtype,
+)
+from ._tpu_interpret import tpu_interpret_matmul as tpu_interpret_matmul
+from ._xla import xla_matmul as xla_matmul

@@ -1,0 +1,208 @@
+"""The tiled matmul kernel, shared by every implementation that runs it."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ._problem import MatmulProblem
+
+
+# Highest precision splits each float32 operand into three bfloat16 pieces in the MXU. Products of
+# two bfloat16 numbers are exact in float32 already, and Mosaic refuses any other precision there.
+_ONE_PASS_DTYPES = frozenset({jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.int8)})
+
+
+# Mosaic refuses `HIGH` in jax 0.10.2 ("Unsupported dot precision") and takes it in 0.12.
+_MOSAIC_HAS_HIGH = jax.__version_info__ >= (0, 12)
+
+
+def _supported_precision(precision: lax.Precision) -> lax.Precision:
+    """At least the precision that was asked for, out of those that Mosaic has."""
+    if precision == lax.Precision.HIGH and not _MOSAIC_HAS_HIGH:
+        return lax.Precision.HIGHEST
+    return precision
+
+
+def _block_product(lhs, rhs, problem: MatmulProblem, k_left: jax.Array | None) -> jax.Array:
+    """The product of two blocks, where only the first `k_left` steps of k are real.
+
+    Past the edge of an operand a block holds whatever was in memory. Both sides are masked: a
+    zero on one side alone would still leave 0 * NaN.
+    """
+    lhs_k, rhs_k = (0 if problem.transpose_lhs else 1), (1 if problem.transpose_rhs else 0)
+    if k_left is not None:
+        lhs, rhs = (
+            jnp.where(
+                lax.broadcasted_iota(jnp.int32, block.shape, axis) < k_left,
+                block,
+                jnp.zeros_like(block),
+            )
+            for block, axis in ((lhs, lhs_k), (rhs, rhs_k))
+        )
+    integers = jnp.issubdtype(problem.accumulator_dtype, jnp.integer)
+    if integers and problem.layout == "NT" and rhs.shape[0] == 1:
+        # Mosaic takes this shape for a matrix-vector product, and has one only for floats.
+        products = lhs.astype(jnp.int32) * rhs.astype(jnp.int32)
+        return jnp.sum(products, axis=1, keepdims=True)
+    precision = _supported_precision(problem.precision)
+    if problem.lhs_dtype in _ONE_PASS_DTYPES and problem.rhs_dtype in _ONE_PASS_DTYPES:
+        precision = lax.Precision.DEFAULT
+    elif problem.lhs_dtype != problem.rhs_dtype:
+        lhs, rhs = lhs.astype(jnp.float32), rhs.astype(jnp.float32)
+    return lax.dot_general(
+        lhs,
+        rhs,
+        (((lhs_k,), (rhs_k,)), ((), ())),
+        precision=precision,
+        preferred_element_type=problem.accumulator_dtype,
+    )
+
+
+def _matmul_kernel(
+    lhs_ref,
+    rhs_ref,
+    out_ref,
+    *scratch,
+    problem: MatmulProblem,
+    block_k: int,
+    reduction_axes: tuple[int, ...],
+    grid: tuple[int, ...],
+):
+    """One step of the grid: one block of the output, one block of k."""
+    k_axis = reduction_axes[-1]
+    k_step, k_steps = pl.program_id(k_axis), grid[k_axis]
+    ragged = problem.k % block_k != 0
+
+    def product(masked: bool):
+        k_left = problem.k - k_step * block_k if masked else None
+        return _block_product(lhs_ref[...], rhs_ref[...], problem, k_left)
+
+    def store(value):
+        out_ref[...] = value.astype(out_ref.dtype)
+
+    long_axes = [axis for axis in reduction_axes if grid[axis] > 1]
+    if not long_axes:
+        # A single step: no accumulator to fill and to read again.
+        store(product(masked=ragged))
+        return
+
+    (accumulator_ref,) = scratch
+    first = functools.reduce(jnp.logical_and, [pl.program_id(a) == 0 for a in long_axes])
+    last = functools.reduce(jnp.logical_and, [pl.program_id(a) == grid[a] - 1 for a in long_axes])
+
+    @pl.when(first)
+    def _():
+        accumulator_ref[...] = jnp.zeros_like(accumulator_ref)
+
+    if ragged and k_steps > 1:
+        # Only the last step of k meets the edge: the others need not pay for the mask.
+        @pl.when(k_step != k_steps - 1)
+        def _():
+            accumulator_ref[...] += product(masked=False)
+
+        @pl.when(k_step == k_steps - 1)
+        def _():
+            accumulator_ref[...] += product(masked=True)
+    else:
+        accumulator_ref[...] += product(masked=ragged)
+
+    @pl.when(last)
+    def _():
+        store(accumulator_ref[...])
+
+
+def pallas_matmul(
+    problem: MatmulProblem,
+    block_m: int,
+    block_k: int,
+    block_n: int,
+    *,
+    interpret: Any = False,
+    vmem_limit_bytes: int | None = None,
+    manual_axis_type: Any = None,
+) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """The Pallas call that computes `problem` with one choice of blocks.
+
+    The grid runs over the leading axes of the output, then m, then n, then everything that is
+    summed: the leading axes that are contracted and, innermost, k. An operand that is shared along
+    a leading axis is read where it lies (its index map ignores the axis), never copied.
+
+    **Arguments:**
+
+    - `problem`: what to compute; none of its axes may be empty.
+    - `block_m`, `block_k`, `block_n`: the block sizes. They need not divide the axes.
+    - `interpret`: as in `jax.experimental.pallas.pallas_call`.
+    - `vmem_limit_bytes`: the scoped VMEM limit in bytes; `None` is the compiler's default.
+    - `manual_axis_type`: how the result varies over the manual axes of a `jax.shard_map`.
+
+    **Returns:**
+
+    A function from `lhs` and `rhs` to the product.
+    """
+    kept = [axis for axis, summed in enumerate(problem.sum_leading) if not summed]
+    summed = [axis for axis, summed in enumerate(problem.sum_leading) if summed]
+    sizes = problem.leading_shape
+    grid = (
+        *(sizes[axis] for axis in kept),
+        pl.cdiv(problem.m, block_m),
+        pl.cdiv(problem.n, block_n),
+        *(sizes[axis] for axis in summed),
+        pl.cdiv(problem.k, block_k),
+    )
+    m_axis, n_axis, k_axis = len(kept), len(kept) + 1, len(grid) - 1
+    grid_axis_of = {axis: position for position, axis in enumerate(kept)}
+    grid_axis_of |= {axis: n_axis + 1 + position for position, axis in enumerate(summed)}
+    reduction_axes = tuple(range(n_axis + 1, len(grid)))
+
+    def block_spec(shape, rows: tuple[int, int], columns: tuple[int, int]) -> pl.BlockSpec:
+        """The blocks of one array; `rows` and `columns` are a block size and a grid axis."""
+        moving = [grid_axis_of[axis] if size > 1 else None for axis, size in enumerate(shape[:-2])]
+
+        def index_map(*steps):
+            leading = (0 if axis is None else steps[axis] for axis in moving)
+            return (*leading, steps[rows[1]], steps[columns[1]])
+
+        # `None` drops an axis from the block, so that the kernel always sees matrices.
+        return pl.BlockSpec((*(None for _ in moving), rows[0], columns[0]), index_map)
+
+    m, k, n = (block_m, m_axis), (block_k, k_axis), (block_n, n_axis)
+    lhs_spec = block_spec(problem.lhs_shape, *((k, m) if problem.transpose_lhs else (m, k)))
+    rhs_spec = block_spec(problem.rhs_shape, *((n, k) if problem.transpose_rhs else (k, n)))
+    out_spec = block_spec(problem.out_shape, m, n)
+
+    accumulates = any(grid[axis] > 1 for axis in reduction_axes)
+    scratch = [pltpu.VMEM((block_m, block_n), problem.accumulator_dtype)] if accumulates else []
+    call = pl.pallas_call(
+        functools.partial(
+            _matmul_kernel,
+            problem=problem,
+            block_k=block_k,
+            reduction_axes=reduction_axes,
+            grid=grid,
+        ),
+        out_shape=jax.ShapeDtypeStruct(
+            problem.out_shape, problem.out_dtype, manual_axis_type=manual_axis_type
+        ),
+        grid=grid,
+        in_specs=[lhs_spec, rhs_spec],
+        out_specs=out_spec,
+        scratch_shapes=scratch,
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=tuple(
+                "arbitrary" if axis in reduction_axes else "parallel" for axis in range(len(grid))
+            ),
+            vmem_limit_bytes=vmem_limit_bytes,
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=problem.flops, bytes_accessed=problem.bytes_accessed, transcendentals=0
+        ),
+        interpret=interpret,
+        name=f"pallas_ops_matmul_{problem.layout.lower()}",
+    )
+    return call

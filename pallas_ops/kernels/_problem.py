@@ -1,0 +1,160 @@
+"""What a kernel is asked to compute: shapes, dtypes and layout, and nothing about how."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+
+_KERNEL_OPERANDS = frozenset(
+    {
+        ("float32", "float32"),
+        ("bfloat16", "bfloat16"),
+        ("float32", "bfloat16"),
+        ("bfloat16", "float32"),
+        ("int8", "int8"),
+    }
+)
+
+
+def promoted_dtype(one: np.dtype, other: np.dtype) -> np.dtype:
+    """The dtype that holds both, whatever promotion the user allows in their own code."""
+    with jax.numpy_dtype_promotion("standard"):
+        return np.dtype(jnp.promote_types(one, other))
+
+
+@dataclasses.dataclass(frozen=True)
+class MatmulProblem:
+    """One matrix multiplication, bound to its shapes, dtypes and layout.
+
+    Both operands have the same rank: some leading axes, then a matrix. Each leading axis is
+    either of the same size in both operands, or of size 1 in one of them. What becomes of it is
+    one of four roles, and the derivative of each role is another of the four, which is why the
+    backward pass needs no other kernel:
+
+    | lhs | rhs | summed | role | the axis in the output |
+    |---|---|---|---|---|
+    | b | b | no | batch | b |
+    | b | 1 | no | rhs is shared | b |
+    | 1 | b | no | lhs is shared | b |
+    | b | b | yes | contracted, like k | 1 |
+
+    **Arguments:**
+
+    - `lhs_shape`: `(*leading, m, k)`, or `(*leading, k, m)` where `transpose_lhs`.
+    - `rhs_shape`: `(*leading, k, n)`, or `(*leading, n, k)` where `transpose_rhs`.
+    - `lhs_dtype`, `rhs_dtype`: the operands' dtypes.
+    - `out_dtype`: the dtype to which the accumulator is rounded, once.
+    - `transpose_lhs`, `transpose_rhs`: the layout of each operand.
+    - `sum_leading`: one flag for each leading axis: whether it is summed over.
+    - `precision`: as in `jax.lax.dot_general`, resolved to one value for both operands.
+    """
+
+    lhs_shape: tuple[int, ...]
+    rhs_shape: tuple[int, ...]
+    lhs_dtype: np.dtype
+    rhs_dtype: np.dtype
+    out_dtype: np.dtype
+    transpose_lhs: bool = False
+    transpose_rhs: bool = False
+    sum_leading: tuple[bool, ...] = ()
+    precision: lax.Precision = lax.Precision.DEFAULT
+
+    @property
+    def m(self) -> int:
+        return self.lhs_shape[-1 if self.transpose_lhs else -2]
+
+    @property
+    def k(self) -> int:
+        return self.lhs_shape[-2 if self.transpose_lhs else -1]
+
+    @property
+    def n(self) -> int:
+        return self.rhs_shape[-2 if self.transpose_rhs else -1]
+
+    @property
+    def layout(self) -> str:
+        """`"NN"`, `"NT"`, `"TN"` or `"TT"`: T where an operand is stored transposed."""
+        return "NT"[self.transpose_lhs] + "NT"[self.transpose_rhs]
+
+    @property
+    def leading_shape(self) -> tuple[int, ...]:
+        """The leading axes' sizes before any of them is summed."""
+        pairs = zip(self.lhs_shape[:-2], self.rhs_shape[:-2], strict=True)
+        return tuple(lhs if rhs == 1 else rhs for lhs, rhs in pairs)
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        """`(*leading, m, n)`; a leading axis that is summed stays, with size 1."""
+        leading = zip(self.leading_shape, self.sum_leading, strict=True)
+        return (*(1 if summed else size for size, summed in leading), self.m, self.n)
+
+    @property
+    def accumulator_dtype(self) -> np.dtype:
+        """The dtype in which products are summed: float32 at least, int32 for integers."""
+        operands = promoted_dtype(self.lhs_dtype, self.rhs_dtype)
+        if not (jnp.issubdtype(operands, jnp.integer) or operands == jnp.bool_):
+            return promoted_dtype(operands, np.dtype(jnp.float32))
+        return np.dtype(jnp.int32) if operands.itemsize < 4 else operands
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to multiply: the result is zeros, if it has any entries."""
+        return 0 in (self.m, self.k, self.n, *self.leading_shape)
+
+    @property
+    def flops(self) -> int:
+        """Floating-point (or integer) operations: a multiplication and an addition each."""
+        return 2 * math.prod(self.leading_shape) * self.m * self.k * self.n
+
+    @property
+    def bytes_accessed(self) -> int:
+        """Bytes of both operands and the result, each once: the least that can move."""
+        parts = (
+            (self.lhs_shape, self.lhs_dtype),
+            (self.rhs_shape, self.rhs_dtype),
+            (self.out_shape, self.out_dtype),
+        )
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in parts)
+
+    def why_not_in_kernel(self) -> str | None:
+        """Why the Pallas kernel cannot compute this on any TPU, or `None` where it can."""
+        pair = (self.lhs_dtype.name, self.rhs_dtype.name)
+        if pair not in _KERNEL_OPERANDS:
+            return (
+                f"the kernel multiplies float32, bfloat16, mixtures of the two, and int8 with "
+                f"int8, and was given {pair[0]} with {pair[1]}"
+            )
+        allowed = ("int8", "int32") if pair == ("int8", "int8") else ("float32", "bfloat16")
+        if self.out_dtype.name not in allowed:
+            return (
+                f"the kernel returns {' or '.join(allowed)} from {pair[0]} with {pair[1]}, and "
+                f"was asked for {self.out_dtype.name}"
+            )
+        return None
+
+    def describe(self) -> str:
+        """One line for error messages."""
+        lhs, rhs = (
+            f"{dtype.name}{list(shape)}"
+            for dtype, shape in (
+                (self.lhs_dtype, self.lhs_shape),
+                (self.rhs_dtype, self.rhs_shape),
+            )
+        )
+        return f"lhs {lhs} and rhs {rhs}, layout {self.layout}, to {self.out_dtype.name}"
+
+
+def problem_of(lhs: Any, rhs: Any, **layout: Any) -> MatmulProblem:
+    """The `MatmulProblem` of two arrays (or of anything with a `shape` and a `dtype`)."""
+    return MatmulProblem(
+        lhs_shape=tuple(lhs.shape),
+        rhs_shape=tuple(rhs.shape),
+        lhs_dtype=np.dtype(lhs.dtype),
+        rhs_dtype=np.dtype(rhs.dtype),
+        **layout,
+    )

@@ -1,0 +1,50 @@
+"""`"xla"`: XLA's own matmul, the reference and the choice wherever there is no TPU."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ._problem import MatmulProblem, promoted_dtype
+
+
+def xla_matmul(problem: MatmulProblem, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    """The product by `jax.lax.dot_general`, with the kernel's accumulation and rounding."""
+    operands = promoted_dtype(problem.lhs_dtype, problem.rhs_dtype)
+    if operands == jnp.bool_:
+        operands = problem.accumulator_dtype
+    axes = range(len(problem.sum_leading))
+    shared_by = {
+        axis: "lhs" if problem.rhs_shape[axis] == 1 else "rhs"
+        for axis in axes
+        if problem.lhs_shape[axis] != problem.rhs_shape[axis]
+    }
+    # An axis that only one operand has is one more free dimension of that operand.
+    lhs_axes = [axis for axis in axes if shared_by.get(axis) != "rhs"]
+    rhs_axes = [axis for axis in axes if shared_by.get(axis) != "lhs"]
+    lhs = lax.squeeze(lhs, [axis for axis in axes if axis not in lhs_axes]).astype(operands)
+    rhs = lax.squeeze(rhs, [axis for axis in axes if axis not in rhs_axes]).astype(operands)
+    both = [axis for axis in axes if axis not in shared_by]
+    batch = [axis for axis in both if not problem.sum_leading[axis]]
+    summed = [axis for axis in both if problem.sum_leading[axis]]
+
+    def dimensions(own_axes: list[int], k_first: bool) -> tuple[list[int], list[int]]:
+        k = len(own_axes) + (0 if k_first else 1)
+        return [*map(own_axes.index, summed), k], [*map(own_axes.index, batch)]
+
+    lhs_contract, lhs_batch = dimensions(lhs_axes, k_first=problem.transpose_lhs)
+    rhs_contract, rhs_batch = dimensions(rhs_axes, k_first=not problem.transpose_rhs)
+    product = lax.dot_general(
+        lhs,
+        rhs,
+        ((lhs_contract, rhs_contract), (lhs_batch, rhs_batch)),
+        precision=problem.precision,
+        preferred_element_type=problem.accumulator_dtype,
+    )
+    # dot_general returns (*batch, *free of lhs, m, *free of rhs, n).
+    lhs_free = [axis for axis in lhs_axes if axis in shared_by]
+    rhs_free = [axis for axis in rhs_axes if axis in shared_by]
+    returned = [*batch, *lhs_free, "m", *rhs_free, "n"]
+    wanted = [*(axis for axis in axes if axis in returned), "m", "n"]
+    if returned != wanted:
+        product = lax.transpose(product, [returned.index(axis) for axis in wanted])
+    return product.reshape(problem.out_shape).astype(problem.out_dtype)

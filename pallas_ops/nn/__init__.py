@@ -1,0 +1,2 @@
+from ._linear import PallasLinear as PallasLinear
+from ._swap import restore_linear as restore_linear, swap_linear as swap_linear

@@ -1,0 +1,147 @@
+"""`PallasLinear`: `eqx.nn.Linear` by way of the operator."""
+
+from typing import Any, Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PRNGKeyArray, Shaped
+
+from ..operators import get_operator, matmul
+from ..tiles import as_tile_choice, TileChoice, Tiles
+
+
+class PallasLinear(eqx.nn.Linear):
+    """A drop-in for `equinox.nn.Linear` whose products are [`pallas_ops.matmul`][].
+
+    Same constructor, same fields, same initial values from the same key, and a subclass, so that
+    `isinstance(layer, eqx.nn.Linear)` holds. Beyond it: leading batch axes may be given directly,
+    and an input whose last axis is not `in_features` is an error, where `eqx.nn.Linear` would
+    broadcast some of them.
+    """
+
+    tiles: TileChoice | None = eqx.field(static=True, default=None)
+    implementation: str | None = eqx.field(static=True, default=None)
+
+    def __init__(
+        self,
+        in_features: int | Literal["scalar"],
+        out_features: int | Literal["scalar"],
+        use_bias: bool = True,
+        dtype: Any = None,
+        *,
+        key: PRNGKeyArray,
+        tiles: Tiles = None,
+        implementation: str | None = None,
+    ):
+        """**Arguments:**
+
+        - `in_features`: the input size, or `"scalar"` for inputs of shape `()`.
+        - `out_features`: the output size, or `"scalar"` for outputs of shape `()`.
+        - `use_bias`: whether to add a bias.
+        - `dtype`: the dtype of weight and bias; `None` is JAX's default floating-point dtype.
+        - `key`: a `jax.random.PRNGKey` for the initial values, which are those of
+            `eqx.nn.Linear`, bit for bit. (Keyword only.)
+        - `tiles`, `implementation`: as in [`pallas_ops.matmul`][]. (Keyword only.)
+
+        **Raises:**
+
+        `ValueError` for an unknown implementation, `TypeError` for tiles that are none.
+        """
+        super().__init__(in_features, out_features, use_bias, dtype, key=key)
+        self.tiles, self.implementation = _checked(tiles, implementation)
+
+    @classmethod
+    def from_linear(
+        cls, layer: eqx.nn.Linear, *, tiles: Tiles = None, implementation: str | None = None
+    ) -> "PallasLinear":
+        """The same layer as a `PallasLinear`, sharing its arrays.
+
+        Whatever stands in `layer.weight` and `layer.bias` is taken as it is: stacked arrays of an
+        ensemble, or the placeholders of `eqx.nn.Shared` and `eqx.filter`.
+
+        **Arguments:**
+
+        - `layer`: an `equinox.nn.Linear`.
+        - `tiles`, `implementation`: as in [`pallas_ops.matmul`][].
+
+        **Returns:**
+
+        A `PallasLinear`.
+        """
+        if not isinstance(layer, eqx.nn.Linear):
+            raise TypeError(
+                f"PallasLinear.from_linear takes an equinox.nn.Linear, got a "
+                f"{type(layer).__name__}."
+            )
+        tiles, implementation = _checked(tiles, implementation)
+        return _rebuild(cls, layer, tiles=tiles, implementation=implementation)
+
+    def to_linear(self) -> eqx.nn.Linear:
+        """The same layer as an `equinox.nn.Linear`, sharing its arrays."""
+        return _rebuild(eqx.nn.Linear, self)
+
+    @jax.named_scope("pallas_ops.PallasLinear")
+    def __call__(
+        self, x: Shaped[Array, "..."], *, key: PRNGKeyArray | None = None
+    ) -> Shaped[Array, "..."]:
+        """**Arguments:**
+
+        - `x`: shape `(..., in_features)`, or `(...)` if `in_features="scalar"`. Leading axes are
+            batch axes; `jax.vmap` does the same, at the same cost.
+        - `key`: ignored; there for compatibility with the rest of Equinox. (Keyword only.)
+
+        **Returns:**
+
+        Shape `(..., out_features)`, or `(...)` if `out_features="scalar"`. The dtype is that of
+        `x @ weight.T + bias` in `jax.numpy`.
+
+        **Raises:**
+
+        `ValueError` where the last axis of `x` is not `in_features`.
+        """
+        if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+            raise TypeError(f"{self._name()}: the input must be an array, got {x!r}.")
+        x = jnp.asarray(x)
+        if self.in_features == "scalar":
+            x = x.reshape(*x.shape, 1)
+        elif x.ndim == 0 or x.shape[-1] != self.in_features:
+            raise ValueError(
+                f"{self._name()}: expected an input of shape (..., {self.in_features}), with any "
+                f"leading batch axes; got {x.dtype}{list(x.shape)}."
+            )
+        rows = x.reshape(1, *x.shape) if x.ndim == 1 else x
+        out = matmul(
+            rows,
+            self.weight,
+            transpose_rhs=True,
+            bias=self.bias,
+            tiles=self.tiles,
+            implementation=self.implementation,
+        )
+        features = () if self.out_features == "scalar" else (self.out_features,)
+        return out.reshape(*x.shape[:-1], *features)
+
+    def _name(self) -> str:
+        return f"PallasLinear(in_features={self.in_features}, out_features={self.out_features})"
+
+
+def _checked(tiles: Any, implementation: Any) -> tuple[TileChoice | None, str | None]:
+    if implementation is not None:
+        get_operator("matmul").check_implementation(implementation)
+    return as_tile_choice(tiles), implementation
+
+
+_LINEAR_FIELDS = ("weight", "bias", "in_features", "out_features", "use_bias")
+
+
+def _rebuild(cls: type, layer: eqx.nn.Linear, **extra: Any) -> Any:
+    """An instance of `cls` with the fields of `layer`, and no check run on what they hold.
+
+    As JAX rebuilds a module from its leaves, which may be anything.
+    """
+    new = object.__new__(cls)
+    values = {name: getattr(layer, name) for name in _LINEAR_FIELDS} | extra
+    for name, value in values.items():
+        object.__setattr__(new, name, value)
+    return new

@@ -1,0 +1,10 @@
+from ._matmul import matmul as matmul
+from ._options import options as options
+from ._registry import (
+    get_operator as get_operator,
+    Implementation as Implementation,
+    list_operators as list_operators,
+    Operator as Operator,
+    register_operator as register_operator,
+    UnsupportedCallError as UnsupportedCallError,
+)

@@ -1,0 +1,196 @@
+"""`matmul`: the function that people call, and its entry in the registry."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Array, Num, Shaped
+
+from ..kernels import promoted_dtype
+from ..tiles import as_tile_choice, Tiles
+from ._implementations import DERIVATIVES, IMPLEMENTATIONS
+from ._options import ambient_options, CallOptions
+from ._precision import resolve_precision
+from ._primitive import bind_matmul, with_leading_ones
+from ._registry import Operator, register_operator
+
+
+def matmul(
+    lhs: ArrayLike,
+    rhs: ArrayLike,
+    *,
+    transpose_lhs: bool = False,
+    transpose_rhs: bool = False,
+    bias: ArrayLike | None = None,
+    activation: Callable[[Array], Array] | None = None,
+    preferred_element_type: DTypeLike | None = None,
+    precision: Any = None,
+    tiles: Tiles = None,
+    implementation: str | None = None,
+) -> Array:
+    """`activation(lhs @ rhs + bias)`, by a tiled Pallas kernel where the program runs on a TPU.
+
+    Products are summed in float32 (int8: in int32) and rounded once. The gradients are the same
+    kernel on the same arrays, read transposed and never copied; each has its operand's dtype. It
+    composes with every transformation of JAX; a batch axis that only `lhs` has, whether written or
+    from `jax.vmap`, becomes more rows of one product.
+
+    **Arguments:**
+
+    - `lhs`: shape `(..., m, k)`, or `(..., k, m)` with `transpose_lhs`.
+    - `rhs`: shape `(..., k, n)`, or `(..., n, k)` with `transpose_rhs`. The leading axes of both
+        are broadcast as in `jax.numpy.matmul`.
+    - `transpose_lhs`, `transpose_rhs`: whether an operand is stored transposed.
+    - `bias`: shape `(n,)`, added to every row; `None` for none.
+    - `activation`: a function of one array, applied last; `None` for none.
+    - `preferred_element_type`: the dtype of the product. `None` is what `jax.numpy.matmul` gives,
+        which for two int8 operands is int8: ask for `jax.numpy.int32` to keep the sums.
+    - `precision`: as in `jax.lax.dot_general`, for float32; `None` is
+        `jax.config.jax_default_matmul_precision`. Dot algorithms are not taken.
+    - `tiles`: a [`pallas_ops.TileConfig`][] for the forward product; a mapping from any of
+        `"forward"`, `"lhs_cotangent"` and `"rhs_cotangent"` to one; or a
+        [`pallas_ops.TileResolver`][]. `None` is a choice by shape.
+    - `implementation`: `"mosaic"`, `"interpret"`, `"tpu_interpret"` or `"xla"`. `None` is the
+        kernel on a TPU, for the dtypes that it has, and XLA's matmul everywhere else.
+
+    What `tiles` and `implementation` leave open, [`pallas_ops.options`][] may say.
+
+    **Returns:**
+
+    An array of shape `(..., m, n)`.
+
+    **Raises:**
+
+    `ValueError` for operands of rank 0 or 1, shapes that do not fit, an illegal tile or an unknown
+    implementation; `TypeError` for arguments of the wrong type, and for mixtures of dtypes that
+    `jax.numpy_dtype_promotion("strict")` refuses; [`pallas_ops.UnsupportedCallError`][] where the
+    implementation that was named has no such dtypes.
+    """
+    lhs, rhs = _as_array("lhs", lhs), _as_array("rhs", rhs)
+    _check_shapes(lhs, rhs, transpose_lhs, transpose_rhs)
+    n = rhs.shape[-2 if transpose_rhs else -1]
+    if bias is not None:
+        bias = _as_array("bias", bias)
+        if bias.shape != (n,):
+            raise ValueError(
+                f"matmul: `bias` must have shape ({n},), one entry for each column of the result; "
+                f"got {_describe(bias)}. {_given(lhs, rhs, transpose_lhs, transpose_rhs)}"
+            )
+    if activation is not None and not callable(activation):
+        raise TypeError(
+            f"matmul: `activation` must be a function of one array, such as jax.nn.relu, got "
+            f"{activation!r}."
+        )
+    lhs, rhs, out_dtype = _promote(lhs, rhs, preferred_element_type)
+
+    call = CallOptions(implementation, as_tile_choice(tiles)).or_else(ambient_options())
+    layout = dict(transpose_lhs=transpose_lhs, transpose_rhs=transpose_rhs)
+    precision = resolve_precision(precision)
+    if call.implementation is not None:
+        _operator.check_implementation(call.implementation)
+        keywords = dict(out_dtype=out_dtype, precision=precision, device=call.device, **layout)
+        _operator.select((lhs, rhs), keywords, name=call.implementation)
+
+    rank = max(lhs.ndim, rhs.ndim)
+    out = bind_matmul(
+        with_leading_ones(lhs, rank - lhs.ndim),
+        with_leading_ones(rhs, rank - rhs.ndim),
+        **layout,
+        sum_leading=(False,) * (rank - 2),
+        out_dtype=out_dtype,
+        tiles=call.tiles,
+        precision=precision,
+        options=call,
+    )
+    if bias is not None:
+        out = out + jnp.broadcast_to(bias, out.shape)
+    return out if activation is None else activation(out)
+
+
+def _as_array(name: str, value: Any) -> jax.Array:
+    if not (hasattr(value, "shape") and hasattr(value, "dtype")):
+        raise TypeError(f"matmul: `{name}` must be an array, got {value!r}.")
+    return jnp.asarray(value)
+
+
+def _describe(array: jax.Array) -> str:
+    return f"{array.dtype}{list(array.shape)}"
+
+
+def _given(lhs: jax.Array, rhs: jax.Array, transpose_lhs: bool, transpose_rhs: bool) -> str:
+    flags = f"transpose_lhs={transpose_lhs}, transpose_rhs={transpose_rhs}"
+    return f"Given: lhs {_describe(lhs)}, rhs {_describe(rhs)}, {flags}."
+
+
+def _check_shapes(lhs: jax.Array, rhs: jax.Array, transpose_lhs: bool, transpose_rhs: bool) -> None:
+    given = _given(lhs, rhs, transpose_lhs, transpose_rhs)
+    for name, operand in (("lhs", lhs), ("rhs", rhs)):
+        if operand.ndim < 2:
+            raise ValueError(
+                f"matmul: `{name}` must have rank 2 or more, got rank {operand.ndim}. Write a "
+                f"vector as a matrix of one row ({name}[None, :]) or column ({name}[:, None]). "
+                f"{given}"
+            )
+    lhs_k = lhs.shape[-2 if transpose_lhs else -1]
+    rhs_k = rhs.shape[-1 if transpose_rhs else -2]
+    if lhs_k != rhs_k:
+        lhs_form = "(..., k, m)" if transpose_lhs else "(..., m, k)"
+        rhs_form = "(..., n, k)" if transpose_rhs else "(..., k, n)"
+        raise ValueError(
+            f"matmul: the contracting size k differs: lhs {lhs_form} has {lhs_k}, rhs {rhs_form} "
+            f"has {rhs_k}. {given}"
+        )
+    try:
+        np.broadcast_shapes(lhs.shape[:-2], rhs.shape[:-2])
+    except ValueError:
+        raise ValueError(
+            f"matmul: the leading axes {lhs.shape[:-2]} of lhs and {rhs.shape[:-2]} of rhs do not "
+            f"broadcast: each pair must be equal, or one of them 1. {given}"
+        ) from None
+
+
+def _promote(
+    lhs: jax.Array, rhs: jax.Array, preferred: DTypeLike | None
+) -> tuple[jax.Array, jax.Array, np.dtype]:
+    """The operands, and the dtype of their product by the rules of `jax.numpy.matmul`.
+
+    Operands of two dtypes stay as they are: the kernel mixes them without copies. One with a weak
+    type (made from Python numbers) takes the dtype of the other.
+    """
+    if preferred is None:
+        out_dtype = np.dtype(jnp.result_type(lhs, rhs))
+    else:
+        out_dtype = np.dtype(jax.dtypes.canonicalize_dtype(preferred))
+    if lhs.dtype != rhs.dtype and (lhs.weak_type or rhs.weak_type):
+        common = jnp.result_type(lhs, rhs)
+        lhs, rhs = lhs.astype(common), rhs.astype(common)
+    operands = promoted_dtype(lhs.dtype, rhs.dtype)
+    for family, name in ((jnp.complexfloating, "complex"), (jnp.floating, "floating-point")):
+        if jnp.issubdtype(operands, family) and not jnp.issubdtype(out_dtype, jnp.inexact):
+            raise TypeError(
+                f"matmul: `preferred_element_type` {out_dtype.name} cannot hold the product of "
+                f"{name} operands {lhs.dtype} and {rhs.dtype}."
+            )
+    return lhs, rhs, out_dtype
+
+
+def _signature(
+    lhs: Shaped[Array, "*#batch lhs_rows lhs_columns"],
+    rhs: Shaped[Array, "*#batch rhs_rows rhs_columns"],
+    *,
+    transpose_lhs: bool = False,
+    transpose_rhs: bool = False,
+    bias: Num[Array, " n"] | None = None,
+    activation: Callable | None = None,
+    preferred_element_type: Any = None,
+    precision: Any = None,
+    tiles: Any = None,
+) -> Shaped[Array, "*out m n"]: ...
+
+
+_operator = register_operator(
+    Operator("matmul", _signature, IMPLEMENTATIONS, vjp=DERIVATIVES, entry=matmul)
+)

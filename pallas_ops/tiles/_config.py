@@ -1,0 +1,83 @@
+"""`TileConfig`: one choice of blocks, and the check that a TPU takes it."""
+
+import dataclasses
+
+import numpy as np
+
+from ..kernels import MatmulProblem
+
+
+LANES = 128
+"""The last dimension of a TPU's vector registers, on every generation."""
+
+
+def sublanes(dtype: np.dtype) -> int:
+    """Rows of the smallest tile of `dtype`: 8 for 32 bits, 16 for 16 bits, 32 for 8 bits."""
+    return 8 * 4 // min(dtype.itemsize, 4)
+
+
+@dataclasses.dataclass(frozen=True)
+class TileConfig:
+    """The block sizes of one matrix multiplication.
+
+    A block larger than its axis is cut down to the whole axis.
+
+    **Arguments:**
+
+    - `block_m`: rows of the left operand and of the result.
+    - `block_k`: the part of the contracted axis that one step multiplies.
+    - `block_n`: columns of the right operand and of the result.
+
+    **Raises:**
+
+    `ValueError` where a block is not a positive integer. Whether a TPU takes the blocks depends on
+    shapes, dtypes and layout, and is checked when the multiplication is compiled.
+    """
+
+    block_m: int
+    block_k: int
+    block_n: int
+
+    def __post_init__(self):
+        for name, value in dataclasses.asdict(self).items():
+            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+                raise ValueError(f"TileConfig.{name} must be a positive integer, got {value!r}.")
+            object.__setattr__(self, name, int(value))
+
+    @property
+    def blocks(self) -> tuple[int, int, int]:
+        return (self.block_m, self.block_k, self.block_n)
+
+    def clipped_to(self, problem: MatmulProblem) -> "TileConfig":
+        """These blocks, none of them larger than its axis."""
+        axes = (problem.m, problem.k, problem.n)
+        return TileConfig(*(min(pair) for pair in zip(self.blocks, axes, strict=True)))
+
+
+def block_granules(problem: MatmulProblem) -> tuple[int, int, int]:
+    """What each of `block_m`, `block_k` and `block_n` must be a multiple of, or the whole axis.
+
+    Mosaic wants the last dimension of a block to be a multiple of 128 lanes, and the one before it
+    of the sublanes that the dtype packs, in each array that the block is cut from. All of these
+    are powers of two, so the largest is the least common multiple.
+    """
+    lhs, rhs, out = map(sublanes, (problem.lhs_dtype, problem.rhs_dtype, problem.out_dtype))
+    lhs_m, lhs_k = (LANES, lhs) if problem.transpose_lhs else (lhs, LANES)
+    rhs_k, rhs_n = (LANES, rhs) if problem.transpose_rhs else (rhs, LANES)
+    return max(lhs_m, out), max(lhs_k, rhs_k), max(rhs_n, LANES)
+
+
+def why_illegal(problem: MatmulProblem, tile: TileConfig) -> str | None:
+    """Why no TPU takes these blocks for this problem, or `None` where they are well formed.
+
+    The same for every implementation, so that a test on a CPU meets what a TPU would refuse.
+    """
+    axes = ("m", "k", "n")
+    sizes = (problem.m, problem.k, problem.n)
+    parts = zip(axes, sizes, tile.blocks, block_granules(problem), strict=True)
+    wrong = [
+        f"block_{axis}={block} is neither a multiple of {granule} nor the whole axis {axis}={size}"
+        for axis, size, block, granule in parts
+        if block % granule != 0 and block != size
+    ]
+    return "; ".join(wrong) or None
