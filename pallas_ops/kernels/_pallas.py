@@ -125,7 +125,6 @@ def pallas_matmul(
     *,
     interpret: Any = False,
     vmem_limit_bytes: int | None = None,
-    manual_axis_type: Any = None,
 ) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """The Pallas call that computes `problem` with one choice of blocks.
 
@@ -139,7 +138,6 @@ def pallas_matmul(
     - `block_m`, `block_k`, `block_n`: the block sizes. They need not divide the axes.
     - `interpret`: as in `jax.experimental.pallas.pallas_call`.
     - `vmem_limit_bytes`: the scoped VMEM limit in bytes; `None` is the compiler's default.
-    - `manual_axis_type`: how the result varies over the manual axes of a `jax.shard_map`.
 
     **Returns:**
 
@@ -186,9 +184,7 @@ def pallas_matmul(
             reduction_axes=reduction_axes,
             grid=grid,
         ),
-        out_shape=jax.ShapeDtypeStruct(
-            problem.out_shape, problem.out_dtype, manual_axis_type=manual_axis_type
-        ),
+        out_shape=jax.ShapeDtypeStruct(problem.out_shape, problem.out_dtype),
         grid=grid,
         in_specs=[lhs_spec, rhs_spec],
         out_specs=out_spec,

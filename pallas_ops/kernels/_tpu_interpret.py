@@ -38,11 +38,7 @@ def tpu_interpret_matmul(
 
     return jax.pure_callback(
         on_host,
-        jax.ShapeDtypeStruct(
-            problem.out_shape,
-            problem.out_dtype,
-            manual_axis_type=jax.typeof(lhs).manual_axis_type,
-        ),
+        jax.ShapeDtypeStruct(problem.out_shape, problem.out_dtype),
         lhs,
         rhs,
     )

@@ -140,7 +140,7 @@ def _rebuild(cls: type, layer: eqx.nn.Linear, **extra: Any) -> Any:
 
     As JAX rebuilds a module from its leaves, which may be anything.
     """
-    new = object.__new__(cls)
+    new: Any = object.__new__(cls)
     values = {name: getattr(layer, name) for name in _LINEAR_FIELDS} | extra
     for name, value in values.items():
         object.__setattr__(new, name, value)

@@ -5,7 +5,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from .._hardware import find_generation
 from ..kernels import (
@@ -57,19 +56,8 @@ def _blocks(problem: MatmulProblem, call: dict[str, Any]) -> tuple[int, int, int
 def _kernel(lhs: jax.Array, rhs: jax.Array, call: dict[str, Any], interpret: bool) -> jax.Array:
     problem = _problem(lhs, rhs, **call)
     if problem.is_empty:
-        return _zeros(problem, lhs)
-    varying = jax.typeof(lhs).manual_axis_type
-    kernel = pallas_matmul(
-        problem, *_blocks(problem, call), interpret=interpret, manual_axis_type=varying
-    )
-    return kernel(lhs, rhs)
-
-
-def _zeros(problem: MatmulProblem, like: jax.Array) -> jax.Array:
-    """An empty sum, or a product with no entries; it varies over manual axes as `like` does."""
-    zeros = jnp.zeros(problem.out_shape, problem.out_dtype)
-    varying = tuple(sorted(jax.typeof(like).manual_axis_type.varying))
-    return lax.pcast(zeros, varying, to="varying") if varying else zeros
+        return jnp.zeros(problem.out_shape, problem.out_dtype)
+    return pallas_matmul(problem, *_blocks(problem, call), interpret=interpret)(lhs, rhs)
 
 
 def _mosaic(lhs: jax.Array, rhs: jax.Array, **call: Any) -> jax.Array:
@@ -83,7 +71,7 @@ def _interpret(lhs: jax.Array, rhs: jax.Array, **call: Any) -> jax.Array:
 def _tpu_interpret(lhs: jax.Array, rhs: jax.Array, **call: Any) -> jax.Array:
     problem = _problem(lhs, rhs, **call)
     if problem.is_empty:
-        return _zeros(problem, lhs)
+        return jnp.zeros(problem.out_shape, problem.out_dtype)
     return tpu_interpret_matmul(problem, _blocks(problem, call), lhs, rhs)
 
 

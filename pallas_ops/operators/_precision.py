@@ -23,7 +23,7 @@ def resolve_precision(precision: Any) -> lax.Precision:
     `TypeError` for a `jax.lax.DotAlgorithmPreset`, `ValueError` for an unknown name.
     """
     if precision is None:
-        default = jax.config.jax_default_matmul_precision
+        default = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
         return lax.Precision.DEFAULT if default is None else resolve_precision(default)
     if isinstance(precision, tuple | list):
         if len(precision) != 2:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ..kernels import MatmulProblem, problem_of
 from ..tiles import TileChoice
@@ -80,11 +81,11 @@ def _vary_alike(lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, jax.Array]:
     """
     varying = [jax.typeof(x).manual_axis_type.varying for x in (lhs, rhs)]
     both = varying[0] | varying[1]
-    cast = (
+    lhs, rhs = (
         lax.pcast(x, tuple(sorted(both - own)), to="varying") if both - own else x
         for x, own in zip((lhs, rhs), varying, strict=True)
     )
-    return tuple(cast)
+    return lhs, rhs
 
 
 def _problem(lhs: Any, rhs: Any, params: dict[str, Any]) -> MatmulProblem:
@@ -108,7 +109,13 @@ def _evaluate(lhs, rhs, **params):
 def _abstract_eval(lhs, rhs, **params):
     problem = _problem(lhs, rhs, params)
     return jax.core.ShapedArray(
-        problem.out_shape, problem.out_dtype, manual_axis_type=lhs.manual_axis_type
+        problem.out_shape,
+        problem.out_dtype,
+        # Of the mesh that is current, and over none of its axes that are not manual.
+        sharding=NamedSharding(
+            lhs.sharding.mesh, PartitionSpec(*(None for _ in problem.out_shape))
+        ),
+        manual_axis_type=lhs.manual_axis_type,
     )
 
 
@@ -170,7 +177,8 @@ def _automatic_devices(ctx: mlir.LoweringRuleContext) -> int:
 
 
 def _lower(ctx, lhs, rhs, *, platform: str | None, **params):
-    problem = _problem(*ctx.avals_in, params)
+    lhs_aval, rhs_aval = ctx.avals_in
+    problem = _problem(lhs_aval, rhs_aval, params)
     operator = get_operator("matmul")
     name = params["implementation"]
     device = _device_kind(ctx) or params["device"]
@@ -198,8 +206,11 @@ def _lower(ctx, lhs, rhs, *, platform: str | None, **params):
             f"is a local product of each device's shards, or use implementation='xla'. Given: "
             f"{problem.describe()}."
         )
+    # Inside a `shard_map` the types also say over which mesh axes a value varies. That was checked
+    # when the primitive was bound; Pallas' interpreter has no rules for it.
+    plain = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
     compute = functools.partial(implementation.function, **call)
-    return mlir.lower_fun(compute, multiple_results=False)(ctx, lhs, rhs)
+    return mlir.lower_fun(compute, multiple_results=False)(ctx.replace(avals_in=plain), lhs, rhs)
 
 
 mlir.register_lowering(matmul_p, functools.partial(_lower, platform=None))
