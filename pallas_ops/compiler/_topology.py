@@ -1,6 +1,8 @@
 """The TPU compiler in libtpu, on a machine that has no TPU."""
 
+import glob
 import os
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -11,14 +13,15 @@ from jax.sharding import SingleDeviceSharding
 from .._hardware import known_generation
 
 
-# libtpu reads these when it is loaded, once for the process. Without them it looks for a cloud
-# machine's metadata and complains on standard error that there is none.
-_QUIET_ENVIRONMENT = {
+# libtpu reads all of these when it is loaded, once for the process.
+_LOG_LEVELS = {"TPU_STDERR_LOG_LEVEL": "3", "TF_CPP_MIN_LOG_LEVEL": "3"}
+
+# Without a TPU, libtpu looks for a cloud machine's metadata and complains on standard error that
+# there is none; these are the answers. On a real TPU machine they would be wrong ones.
+_WITHOUT_TPU = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-    "TPU_STDERR_LOG_LEVEL": "3",
-    "TF_CPP_MIN_LOG_LEVEL": "3",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
 }
 
@@ -27,9 +30,32 @@ class CompilerUnavailableError(RuntimeError):
     """There is no libtpu here that can compile."""
 
 
+def _may_have_tpu() -> bool:
+    """Whether this machine shows any sign of a TPU, asked without loading libtpu.
+
+    A wrong "yes" costs a few lines on standard error, a wrong "no" could misconfigure a TPU: hence
+    no list of known chips.
+    """
+    if glob.glob("/dev/accel[0-9]*") or glob.glob("/dev/vfio/[0-9]*"):
+        return True
+    for path in map(pathlib.Path, glob.glob("/sys/bus/pci/devices/*")):
+        try:
+            vendor = (path / "vendor").read_text().strip()
+            pci_class = (path / "class").read_text().strip()
+        except OSError:
+            continue
+        # Google's virtual disks (class 01) and network cards (class 02) have its vendor id too.
+        if vendor == "0x1ae0" and not pci_class.startswith(("0x01", "0x02")):
+            return True
+    return False
+
+
 def quiet_libtpu() -> None:
-    """Keeps libtpu silent in this process, if it is not loaded yet. What is set already stays."""
-    for name, value in _QUIET_ENVIRONMENT.items():
+    """Keeps libtpu silent in this process, if it is not loaded yet. What is set already stays.
+
+    Where the machine may have a TPU, nothing is set but how much is logged.
+    """
+    for name, value in (_LOG_LEVELS if _may_have_tpu() else _LOG_LEVELS | _WITHOUT_TPU).items():
         os.environ.setdefault(name, value)
 
 

@@ -1,0 +1,4 @@
+from .commands import main
+
+
+main(prog_name="pallas-ops")
