@@ -89,7 +89,9 @@ def make_training(model: eqx.nn.MLP) -> Training:
 
     def step(parameters, state, images, labels):
         value, gradients = jax.value_and_grad(loss)(parameters, images, labels)
-        updates, state = optimiser.update(gradients, state, parameters)
+        # Optax raises a Python float to an integer array's power, which strict promotion refuses.
+        with jax.numpy_dtype_promotion("standard"):
+            updates, state = optimiser.update(gradients, state, parameters)
         return optax.apply_updates(parameters, updates), state, value
 
     def predict(parameters, images):
