@@ -22,11 +22,13 @@ _ONE_PASS_DTYPES = frozenset({jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.int8)})
 _MOSAIC_HAS_HIGH = jax.__version_info__ >= (0, 12)
 
 
-def _supported_precision(precision: lax.Precision) -> lax.Precision:
-    """At least the precision that was asked for, out of those that Mosaic has."""
-    if precision == lax.Precision.HIGH and not _MOSAIC_HAS_HIGH:
+def kernel_precision(problem: MatmulProblem) -> lax.Precision:
+    """At least the precision that was asked for, out of those that Mosaic has for these dtypes."""
+    if problem.lhs_dtype in _ONE_PASS_DTYPES and problem.rhs_dtype in _ONE_PASS_DTYPES:
+        return lax.Precision.DEFAULT
+    if problem.precision == lax.Precision.HIGH and not _MOSAIC_HAS_HIGH:
         return lax.Precision.HIGHEST
-    return precision
+    return problem.precision
 
 
 def _block_product(lhs, rhs, problem: MatmulProblem, k_left: jax.Array | None) -> jax.Array:
@@ -50,16 +52,13 @@ def _block_product(lhs, rhs, problem: MatmulProblem, k_left: jax.Array | None) -
         # Mosaic takes this shape for a matrix-vector product, and has one only for floats.
         products = lhs.astype(jnp.int32) * rhs.astype(jnp.int32)
         return jnp.sum(products, axis=1, keepdims=True)
-    precision = _supported_precision(problem.precision)
-    if problem.lhs_dtype in _ONE_PASS_DTYPES and problem.rhs_dtype in _ONE_PASS_DTYPES:
-        precision = lax.Precision.DEFAULT
-    elif problem.lhs_dtype != problem.rhs_dtype:
+    if problem.lhs_dtype != problem.rhs_dtype:
         lhs, rhs = lhs.astype(jnp.float32), rhs.astype(jnp.float32)
     return lax.dot_general(
         lhs,
         rhs,
         (((lhs_k,), (rhs_k,)), ((), ())),
-        precision=precision,
+        precision=kernel_precision(problem),
         preferred_element_type=problem.accumulator_dtype,
     )
 

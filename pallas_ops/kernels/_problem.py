@@ -64,6 +64,20 @@ class MatmulProblem:
     sum_leading: tuple[bool, ...] = ()
     precision: lax.Precision = lax.Precision.DEFAULT
 
+    def __post_init__(self):
+        lhs_leading, rhs_leading = self.lhs_shape[:-2], self.rhs_shape[:-2]
+        fits = (
+            min(len(self.lhs_shape), len(self.rhs_shape)) >= 2
+            and len(lhs_leading) == len(rhs_leading) == len(self.sum_leading)
+            and self.k == self.rhs_shape[-1 if self.transpose_rhs else -2]
+            and all(a == b or 1 in (a, b) for a, b in zip(lhs_leading, rhs_leading, strict=True))
+        )
+        if not fits:
+            raise ValueError(
+                f"matmul: operands that do not fit: {self.describe()}, {len(self.sum_leading)} "
+                f"leading axes. Both need one rank, one size k, and leading axes of one size or 1."
+            )
+
     @property
     def m(self) -> int:
         return self.lhs_shape[-1 if self.transpose_lhs else -2]

@@ -1,9 +1,10 @@
 """How much VMEM a choice of blocks takes, before asking the compiler."""
 
 import numpy as np
+from jax import lax
 
 from .._hardware import find_generation
-from ..kernels import MatmulProblem
+from ..kernels import kernel_precision, MatmulProblem
 from ._config import LANES, sublanes, TileConfig
 
 
@@ -22,10 +23,17 @@ def _padded_bytes(rows: int, columns: int, dtype: np.dtype) -> int:
     return -(-rows // tile_rows) * tile_rows * -(-columns // LANES) * LANES * dtype.itemsize
 
 
-def estimate_vmem_bytes(problem: MatmulProblem, tile: TileConfig) -> int:
-    """The VMEM that the kernel asks for: two buffers for each block, and the accumulator.
+# How many times the float32 block of lhs the compiler needs for the bfloat16 pieces it splits it
+# into, as its errors state it (libtpu 0.0.50, v5e, 1024 x 512 x 512 and 1024 x 1024 x 512).
+_LHS_COPIES = {lax.Precision.DEFAULT: 0, lax.Precision.HIGH: 2, lax.Precision.HIGHEST: 4}
 
-    The compiler adds up to `COMPILER_MARGIN_BYTES`, irregularly; only it can say that a tile fits.
+
+def estimate_vmem_bytes(problem: MatmulProblem, tile: TileConfig) -> int:
+    """The VMEM that a kernel needs, in bytes.
+
+    Two buffers for each block, the accumulator, and the copies that a mixture of dtypes or a
+    higher precision makes of a block. The compiler adds up to `COMPILER_MARGIN_BYTES` to that,
+    irregularly: only it can say that a tile fits.
     """
     m, k, n = tile.blocks
     lhs = (k, m) if problem.transpose_lhs else (m, k)
@@ -36,7 +44,14 @@ def estimate_vmem_bytes(problem: MatmulProblem, tile: TileConfig) -> int:
         + _padded_bytes(m, n, problem.out_dtype)
     )
     accumulator = _padded_bytes(m, n, problem.accumulator_dtype) if k < problem.k else 0
-    return 2 * blocks + accumulator
+    float32 = np.dtype(np.float32)
+    lhs_copies = _LHS_COPIES[kernel_precision(problem)]
+    rhs_copies = 0
+    if problem.lhs_dtype != problem.rhs_dtype:  # the bfloat16 one is raised
+        lhs_copies = max(lhs_copies, int(problem.lhs_dtype != float32))
+        rhs_copies = int(problem.rhs_dtype != float32)
+    copies = lhs_copies * _padded_bytes(*lhs, float32) + rhs_copies * _padded_bytes(*rhs, float32)
+    return 2 * blocks + accumulator + copies
 
 
 def vmem_budget_bytes(device: str | None) -> int:
