@@ -99,7 +99,8 @@ IMPLEMENTATIONS = (
 
 
 def _fwd(lhs, rhs, *, implementation: Implementation, **call):
-    return implementation.function(lhs, rhs, **call), (lhs, rhs)
+    # With its rules again, for what is differentiated twice.
+    return implementation(lhs, rhs, **call), (lhs, rhs)
 
 
 def _bwd(residuals, cotangent, *, implementation: Implementation, **call):

@@ -85,6 +85,8 @@ def matmul(
             f"{activation!r}."
         )
     lhs, rhs, out_dtype = _promote(lhs, rhs, preferred_element_type)
+    rank = max(lhs.ndim, rhs.ndim)
+    lhs, rhs = with_leading_ones(lhs, rank - lhs.ndim), with_leading_ones(rhs, rank - rhs.ndim)
 
     call = CallOptions(implementation, as_tile_choice(tiles)).or_else(ambient_options())
     layout = dict(transpose_lhs=transpose_lhs, transpose_rhs=transpose_rhs)
@@ -94,10 +96,9 @@ def matmul(
         keywords = dict(out_dtype=out_dtype, precision=precision, device=call.device, **layout)
         _operator.select((lhs, rhs), keywords, name=call.implementation)
 
-    rank = max(lhs.ndim, rhs.ndim)
     out = bind_matmul(
-        with_leading_ones(lhs, rank - lhs.ndim),
-        with_leading_ones(rhs, rank - rhs.ndim),
+        lhs,
+        rhs,
         **layout,
         sum_leading=(False,) * (rank - 2),
         out_dtype=out_dtype,
