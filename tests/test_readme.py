@@ -55,7 +55,8 @@ def test_python_blocks_run(page, tmp_path):
         text=True,
         timeout=120,
     )
-    assert (result.returncode, result.stderr) == (0, "")
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
 
 
 def test_readme_has_the_two_commands():

@@ -158,22 +158,30 @@ class Operator:
             raise TypeError(f"{self.name}{self.signature}: {error}") from None
         if implementation is not None:
             self.check_implementation(implementation)
-        with jaxtyped("context"):  # so that `n` is the same number in every argument
+        # `n` is the same number in every argument and in the result, as long as each check runs in
+        # this very frame: a function of its own would start afresh wherever jaxtyping's import
+        # hook is on.
+        with jaxtyped("context"):
             for name, value in bound.arguments.items():
-                annotation = self.signature.parameters[name].annotation
-                self._check_type(f"argument `{name}`", value, annotation)
+                annotation = self._annotation(self.signature.parameters[name].annotation)
+                if not is_bearable(value, annotation):
+                    raise self._mismatch(f"argument `{name}`", value, annotation)
             if self._entry is not None:
                 result = self._entry(*bound.args, **bound.kwargs, implementation=implementation)
             else:
                 result = self._run(bound.args, bound.kwargs, implementation)
-            self._check_type("the result", result, self.signature.return_annotation)
+            annotation = self._annotation(self.signature.return_annotation)
+            if not is_bearable(result, annotation):
+                raise self._mismatch("the result", result, annotation)
         return result
 
-    def _check_type(self, what: str, value: Any, annotation: Any) -> None:
-        if annotation is inspect.Parameter.empty or is_bearable(value, annotation):
-            return
+    @staticmethod
+    def _annotation(annotation: Any) -> Any:
+        return Any if annotation is inspect.Parameter.empty else annotation
+
+    def _mismatch(self, what: str, value: Any, annotation: Any) -> TypeError:
         expected = getattr(annotation, "__name__", None) or str(annotation)
-        raise TypeError(
+        return TypeError(
             f"{self.name}: {what} is {_describe(value)}, expected {expected} (sizes of one name "
             f"must agree). Signature: {self.name}{self.signature}"
         )

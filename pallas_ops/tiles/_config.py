@@ -30,23 +30,26 @@ class TileConfig:
 
     **Raises:**
 
-    `ValueError` where a block is not a positive integer. Whether a TPU takes the blocks depends on
-    shapes, dtypes and layout, and is checked when the multiplication is compiled.
+    `TypeError` where a block is not an integer, `ValueError` where it is not positive. Whether a
+    TPU takes the blocks depends on shapes, dtypes and layout, and is checked when the
+    multiplication is compiled.
     """
 
-    block_m: int
-    block_k: int
-    block_n: int
+    block_m: int | np.integer
+    block_k: int | np.integer
+    block_n: int | np.integer
 
     def __post_init__(self):
         for name, value in dataclasses.asdict(self).items():
-            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-                raise ValueError(f"TileConfig.{name} must be a positive integer, got {value!r}.")
+            if isinstance(value, bool) or not isinstance(value, int | np.integer):
+                raise TypeError(f"TileConfig.{name} must be an integer, got {value!r}.")
+            if value < 1:
+                raise ValueError(f"TileConfig.{name} must be positive, got {value!r}.")
             object.__setattr__(self, name, int(value))
 
     @property
     def blocks(self) -> tuple[int, int, int]:
-        return (self.block_m, self.block_k, self.block_n)
+        return (int(self.block_m), int(self.block_k), int(self.block_n))
 
     def clipped_to(self, problem: MatmulProblem) -> "TileConfig":
         """These blocks, none of them larger than its axis."""
