@@ -175,7 +175,8 @@ def pallas_matmul(
 
     accumulates = any(grid[axis] > 1 for axis in reduction_axes)
     scratch = [pltpu.VMEM((block_m, block_n), problem.accumulator_dtype)] if accumulates else []
-    call = pl.pallas_call(
+    call = functools.partial(
+        pl.pallas_call,
         functools.partial(
             _matmul_kernel,
             problem=problem,
@@ -183,7 +184,6 @@ def pallas_matmul(
             reduction_axes=reduction_axes,
             grid=grid,
         ),
-        out_shape=jax.ShapeDtypeStruct(problem.out_shape, problem.out_dtype),
         grid=grid,
         in_specs=[lhs_spec, rhs_spec],
         out_specs=out_spec,
@@ -200,4 +200,13 @@ def pallas_matmul(
         interpret=interpret,
         name=f"pallas_ops_matmul_{problem.layout.lower()}",
     )
-    return call
+
+    def run(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        # Inside a `shard_map`, the result varies over the mesh axes that the operands vary over.
+        varying = jax.typeof(lhs).manual_axis_type
+        out_shape = jax.ShapeDtypeStruct(
+            problem.out_shape, problem.out_dtype, manual_axis_type=varying
+        )
+        return call(out_shape=out_shape)(lhs, rhs)
+
+    return run
