@@ -3,8 +3,9 @@
 import ast
 from pathlib import Path
 
-import pallas_ops
 import pytest
+
+import pallas_ops
 
 
 PACKAGE = Path(pallas_ops.__file__).parent

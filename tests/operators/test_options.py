@@ -2,8 +2,9 @@ import threading
 
 import jax
 import jax.numpy as jnp
-import pallas_ops as po
 import pytest
+
+import pallas_ops as po
 from pallas_ops.operators._options import ambient_options, CallOptions
 
 

@@ -1,9 +1,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pallas_ops as po
 import pytest
 from jaxtyping import Array, Float
+
+import pallas_ops as po
 
 
 def _scale_signature(
@@ -116,7 +117,7 @@ def test_when_none_supports_a_call_each_reason_is_told(jit):
 def test_an_implementation_by_name():
     with pytest.raises(po.UnsupportedCallError, match="- wide: never"):
         _operator()(X, WEIGHTS, implementation="wide")
-    with pytest.raises(ValueError, match="scale has no implementation 'slow'.*'fast'"):
+    with pytest.raises(ValueError, match=r"scale has no implementation 'slow'.*'fast'"):
         _operator()(X, WEIGHTS, implementation="slow")
 
 
@@ -178,7 +179,7 @@ def _forward(x, weights, *, power=1, implementation):
 
 
 def _backward(residuals, cotangent, *, power=1):
-    x, weights = residuals
+    _, weights = residuals
     # Twice the true derivative of x: what a test can tell from JAX's own.
     return 2 * cotangent * weights[None] ** power, jnp.zeros_like(weights)
 
@@ -186,7 +187,7 @@ def _backward(residuals, cotangent, *, power=1):
 def test_derivative_rules_are_used_by_the_operator_and_by_each_implementation():
     operator = _operator(vjp=(_forward, _backward))
     for call in (operator, operator.implementations["fast"]):
-        gradient = jax.grad(lambda x: call(x, WEIGHTS, power=2).sum())(X)  # noqa: B023
+        gradient = jax.grad(lambda x: call(x, WEIGHTS, power=2).sum())(X)
         np.testing.assert_array_equal(gradient, 2 * jnp.broadcast_to(WEIGHTS**2, X.shape))
     plain = jax.grad(lambda x: _operator()(x, WEIGHTS, power=2).sum())(X)
     np.testing.assert_array_equal(plain, jnp.broadcast_to(WEIGHTS**2, X.shape))

@@ -3,10 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pallas_ops as po
 import pytest
 from jax.experimental import topologies
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import pallas_ops as po
 from pallas_ops.compiler import quiet_libtpu
 
 

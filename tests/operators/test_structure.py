@@ -4,8 +4,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pallas_ops as po
 import pytest
+
+import pallas_ops as po
 from pallas_ops.compiler import compile_for_tpu
 
 from ..program import equations, operator_calls

@@ -1,7 +1,8 @@
 import jax.numpy as jnp
 import numpy as np
-import pallas_ops as po
 import pytest
+
+import pallas_ops as po
 from pallas_ops.tiles import block_granules, why_illegal
 
 

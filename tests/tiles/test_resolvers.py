@@ -3,10 +3,11 @@ import re
 
 import jax
 import jax.numpy as jnp
-import pallas_ops as po
 import pytest
 from hypothesis import given, settings, strategies as st
 from jax import lax
+
+import pallas_ops as po
 from pallas_ops.tiles import (
     as_tile_choice,
     block_granules,

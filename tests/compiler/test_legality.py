@@ -1,0 +1,260 @@
+"""What the TPU compiler takes and refuses: every kernel variant, on every generation.
+
+Interpret mode passes what hardware refuses. Many kernels go into one program, which the compiler
+takes as a whole or not at all; its error names the kernel.
+"""
+
+import itertools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import pallas_ops as po
+from pallas_ops._hardware import GENERATIONS
+from pallas_ops.compiler import compile_for_tpu
+
+
+LAYOUTS = list(itertools.product([False, True], repeat=2))
+DTYPES = {
+    "f32": ("float32", "float32", "float32"),
+    "bf16": ("bfloat16", "bfloat16", "bfloat16"),
+    "bf16 to f32": ("bfloat16", "bfloat16", "float32"),
+    "bf16 x f32": ("bfloat16", "float32", "float32"),
+    "f32 x bf16": ("float32", "bfloat16", "bfloat16"),
+    "int8": ("int8", "int8", "int8"),
+    "int8 to int32": ("int8", "int8", "int32"),
+}
+# (m, k, n) and the blocks: divisible; ragged on every axis; axes shorter than any tile.
+SIZES = [
+    ((512, 512, 512), (256, 256, 256)),
+    ((300, 300, 300), (128, 128, 128)),
+    ((7, 300, 9), (7, 128, 9)),
+    ((1, 200, 1), (1, 128, 1)),
+    ((1, 1, 1), (1, 1, 1)),
+]
+
+
+def _array(shape, dtype):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _operands(sizes, dtypes, layout, lhs_leading=(), rhs_leading=()):
+    m, k, n = sizes
+    lhs = (*lhs_leading, *((k, m) if layout[0] else (m, k)))
+    rhs = (*rhs_leading, *((n, k) if layout[1] else (k, n)))
+    return _array(lhs, dtypes[0]), _array(rhs, dtypes[1])
+
+
+def _compile_products(products, device):
+    """Compiles one program of many products, each `(lhs, rhs, keywords)`."""
+
+    def program(operands):
+        return [
+            po.matmul(lhs, rhs, implementation="mosaic", **keywords)
+            for (lhs, rhs), (_, _, keywords) in zip(operands, products, strict=True)
+        ]
+
+    compiled = compile_for_tpu(program, [(lhs, rhs) for lhs, rhs, _ in products], device=device)
+    assert compiled.as_text().count('custom_call_target="tpu_custom_call"') == len(products)
+
+
+def _all_layouts_and_sizes(dtypes, **keywords):
+    return [
+        (
+            *_operands(sizes, dtypes, layout),
+            dict(
+                transpose_lhs=layout[0],
+                transpose_rhs=layout[1],
+                preferred_element_type=dtypes[2],
+                tiles=po.TileConfig(*blocks),
+                **keywords,
+            ),
+        )
+        for layout in LAYOUTS
+        for sizes, blocks in SIZES
+    ]
+
+
+def _takes(generation, dtypes):
+    return not (generation == "v4" and dtypes[0] == "int8")
+
+
+@pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_every_layout_dtype_and_edge(generation, dtypes):
+    products = _all_layouts_and_sizes(dtypes)
+    if _takes(generation, dtypes):
+        _compile_products(products, generation)
+    else:
+        with pytest.raises(po.UnsupportedCallError, match="TPU v4 has no int8 products"):
+            _compile_products(products, generation)
+
+
+@pytest.mark.parametrize("precision", [lax.Precision.HIGH, lax.Precision.HIGHEST])
+@pytest.mark.parametrize("dtypes", ["f32", "bf16", "bf16 x f32", "f32 x bf16"])
+@pytest.mark.parametrize("generation", ["v4", "v5e", "tpu7x"])
+def test_higher_precision(generation, dtypes, precision):
+    products = _all_layouts_and_sizes(DTYPES[dtypes], precision=precision)
+    _compile_products(products[:2], generation)
+
+
+@pytest.mark.parametrize("dtypes", ["f32", "bf16", "int8 to int32"])
+def test_every_role_of_a_leading_axis(dtypes):
+    """Batch, shared on either side and, by the gradients of these, summed."""
+    dtypes = DTYPES[dtypes]
+    leading = [((3,), (3,)), ((3,), (1,)), ((1,), (3,)), ((2, 1, 3), (2, 4, 1))]
+    pairs = [_operands((40, 140, 300), dtypes, (True, False), *axes) for axes in leading]
+
+    def program(operands):
+        def loss(operands):
+            return sum(
+                po.matmul(
+                    lhs,
+                    rhs,
+                    transpose_lhs=True,
+                    preferred_element_type=dtypes[2],
+                    implementation="mosaic",
+                ).sum()
+                for lhs, rhs in operands
+            )
+
+        return loss(operands) if dtypes[0] == "int8" else jax.grad(loss)(operands)
+
+    calls = compile_for_tpu(program, pairs).as_text().count('target="tpu_custom_call"')
+    # A product of ones from a plain sum is not needed: two gradients for each product.
+    assert calls == (len(pairs) if dtypes[0] == "int8" else 2 * len(pairs))
+
+
+def _training_step(implementation=None, dtype=jnp.float32):
+    model = eqx.nn.MLP(200, 10, 300, 2, key=jax.random.key(0), dtype=dtype)
+    model = po.swap_linear(model, implementation=implementation)
+    parameters, rest = eqx.partition(model, eqx.is_inexact_array)
+
+    def step(parameters, x, y):
+        def loss(parameters):
+            logits = jax.vmap(eqx.combine(parameters, rest))(x)
+            chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), y[:, None], axis=1)
+            return -chosen.mean()
+
+        value, gradients = jax.value_and_grad(loss)(parameters)
+        rate = jnp.asarray(0.1, dtype)
+        return value, jax.tree.map(lambda p, g: p - rate * g, parameters, gradients)
+
+    return step, (parameters, _array((100, 200), dtype), _array((100,), jnp.int32))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_a_whole_training_step(generation, dtype):
+    step, arguments = _training_step(dtype=dtype)
+    text = compile_for_tpu(step, *arguments, device=generation).as_text()
+    # Three layers forward; their weights' gradients; the inputs' gradients of all but the first.
+    assert text.count('custom_call_target="tpu_custom_call"') == 3 + 3 + 2
+
+
+@pytest.mark.parametrize("platforms", [["tpu"], ["tpu", "cpu"]])
+def test_export_from_a_cpu_holds_the_mosaic_call(platforms):
+    step, arguments = _training_step()
+    exported = jax.export.export(jax.jit(step), platforms=platforms)(*arguments)
+    assert exported.mlir_module().count("@tpu_custom_call") == 8
+
+
+def test_export_for_a_cpu_alone_holds_none():
+    step, arguments = _training_step()
+    exported = jax.export.export(jax.jit(step), platforms=["cpu"])(*arguments)
+    assert "tpu_custom_call" not in exported.mlir_module()
+
+
+def test_export_for_both_runs_on_the_cpu():
+    x = jnp.arange(12.0).reshape(3, 4)
+    exported = jax.export.export(jax.jit(po.matmul), platforms=["tpu", "cpu"])(x, x.T)
+    np.testing.assert_allclose(exported.call(x, x.T), x @ x.T)
+
+
+def test_options_name_the_device_where_export_does_not_know_it():
+    x = _array((32, 32), jnp.int8)
+
+    def product(x):
+        return po.matmul(x, x, implementation="mosaic")
+
+    jax.export.export(jax.jit(product), platforms=["tpu"])(x)
+    with (
+        po.options(device="v4"),
+        pytest.raises(po.UnsupportedCallError, match="TPU v4 has no int8 products"),
+    ):
+        jax.export.export(jax.jit(product), platforms=["tpu"])(x)
+
+
+def test_unnamed_falls_back_to_xla_where_the_kernel_has_no_such_dtype():
+    int8, float16 = (_array((64, 64), dtype) for dtype in (jnp.int8, jnp.float16))
+    for x, device in ((int8, "v4"), (float16, "v5e")):
+        text = compile_for_tpu(lambda x: po.matmul(x, x), x, device=device).as_text()
+        assert "tpu_custom_call" not in text
+    assert "tpu_custom_call" in compile_for_tpu(lambda x: po.matmul(x, x), int8).as_text()
+
+
+def test_float16_is_our_error_before_mosaics():
+    x = _array((64, 64), jnp.float16)
+    with pytest.raises(po.UnsupportedCallError, match="was given float16 with float16"):
+        compile_for_tpu(lambda x: po.matmul(x, x, implementation="mosaic"), x)
+
+
+def test_the_compiler_refuses_what_the_legality_rule_refuses():
+    """A block of 100 columns: our error; and without our check, Pallas' or Mosaic's."""
+    from pallas_ops.kernels import pallas_matmul
+
+    f32 = np.dtype(np.float32)
+    problem = po.MatmulProblem((300, 300), (300, 300), f32, f32, f32)
+    x = _array((300, 300), f32)
+    with pytest.raises(ValueError, match="block_n=100 is neither a multiple of 128"):
+        compile_for_tpu(
+            lambda x: po.matmul(x, x, tiles=po.TileConfig(8, 128, 100), implementation="mosaic"),
+            x,
+        )
+    with pytest.raises(Exception, match="divisible by"):
+        compile_for_tpu(pallas_matmul(problem, 8, 128, 100), x, x)
+
+
+def test_the_compiler_has_the_last_word_on_vmem():
+    bf16 = np.dtype(jnp.bfloat16)
+    x = _array((4096, 4096), bf16)
+    with pytest.raises(Exception, match=r"E1001|RESOURCE_EXHAUSTED"):
+        compile_for_tpu(
+            lambda x: po.matmul(
+                x, x, tiles=po.TileConfig(2048, 2048, 512), implementation="mosaic"
+            ),
+            x,
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", list(lax.Precision))
+@pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_static_tiles_fit_on_every_generation(generation, dtypes, precision):
+    """The blocks that `StaticResolver` picks for large products, divisible and ragged."""
+    if not _takes(generation, dtypes):
+        pytest.skip("refused, and tested above")
+    if "float32" not in dtypes[:2] and precision != lax.Precision.DEFAULT:
+        pytest.skip("precision is for float32")
+    products = [
+        (
+            *_operands(sizes, dtypes, layout),
+            dict(
+                transpose_lhs=layout[0],
+                transpose_rhs=layout[1],
+                preferred_element_type=dtypes[2],
+                precision=precision,
+            ),
+        )
+        for sizes, layout in zip(
+            [(4096, 4096, 4096), (3000, 3000, 3000), (1, 1536, 8960), (2048, 4095, 14336)],
+            LAYOUTS,
+            strict=True,
+        )
+    ]
+    _compile_products(products, generation)
