@@ -108,8 +108,8 @@ def command(implementation: str, epochs: int, seed: int, plot: pathlib.Path | No
     from ..nn import swap_linear
     from . import _digits
 
-    # No line is broken where a program reads the output.
-    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    # No line is broken where a program reads the output, and no `[...]` of a message is lost.
+    console = Console(highlight=False, markup=False, soft_wrap=not sys.stdout.isatty())
     digits = _digits.load_digits()
     model = _digits.make_model(jax.random.key(seed))
     swapped = swap_linear(model, implementation=implementation)
@@ -218,7 +218,10 @@ def _describe_compilation(training: "Training") -> str:
         kernels = tpu_kernels(training, _TPU)
     except CompilerUnavailableError as error:
         return f"The same step was not compiled for a TPU {_TPU}: {error}"
-    version = importlib.metadata.version("libtpu")
+    try:
+        version = importlib.metadata.version("libtpu")
+    except importlib.metadata.PackageNotFoundError:  # a nightly one has another name
+        version = "of unknown version"
     return (
         f"The same step compiles for a TPU {_TPU}, with {kernels} Mosaic kernels in the program "
         f"(tpu_custom_call): compiled by libtpu {version}, not run."

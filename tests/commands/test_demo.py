@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from click.testing import CliRunner
+
 from pallas_ops import compiler, swap_linear
 from pallas_ops.commands import _demo, _digits, main
 
@@ -70,11 +71,11 @@ def test_too_low_an_accuracy_is_a_failure():
 
 def test_no_compiler(monkeypatch):
     def unavailable(*args, **kwargs):
-        raise compiler.CompilerUnavailableError("there is no libtpu")
+        raise compiler.CompilerUnavailableError("it comes with jax[tpu]")
 
     monkeypatch.setattr(_digits, "compile_for_tpu", unavailable)
     result = _run("--epochs", "1")
-    assert "was not compiled for a TPU v5e: there is no libtpu" in result.stdout
+    assert "was not compiled for a TPU v5e: it comes with jax[tpu]" in result.stdout
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import os
 
 import pytest
+
 from pallas_ops.compiler import _topology, quiet_libtpu
 
 
