@@ -114,7 +114,26 @@ def matmul(
 def _as_array(name: str, value: Any) -> jax.Array:
     if not (hasattr(value, "shape") and hasattr(value, "dtype")):
         raise TypeError(f"matmul: `{name}` must be an array, got {value!r}.")
+    if not _is_numeric(value.dtype):
+        raise TypeError(f"matmul: `{name}` must be an array of numbers, got dtype {value.dtype}.")
     return jnp.asarray(value)
+
+
+def _is_numeric(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)
+
+
+def _as_dtype(preferred: DTypeLike) -> np.dtype:
+    try:
+        dtype = np.dtype(jax.dtypes.canonicalize_dtype(preferred))
+    except TypeError:
+        dtype = np.dtype(object)
+    if not _is_numeric(dtype):
+        raise TypeError(
+            f"matmul: `preferred_element_type` must be a dtype of numbers, such as "
+            f"jax.numpy.float32, got {preferred!r}."
+        )
+    return dtype
 
 
 def _describe(array: jax.Array) -> str:
@@ -164,7 +183,7 @@ def _promote(
     if preferred is None:
         out_dtype = np.dtype(jnp.result_type(lhs, rhs))
     else:
-        out_dtype = np.dtype(jax.dtypes.canonicalize_dtype(preferred))
+        out_dtype = _as_dtype(preferred)
     if lhs.dtype != rhs.dtype and (lhs.weak_type or rhs.weak_type):
         common = jnp.result_type(lhs, rhs)
         lhs, rhs = lhs.astype(common), rhs.astype(common)
