@@ -186,7 +186,10 @@ def test_linear_of_equinox(getkey):
     def linear(*args, **kwargs):
         """The layer, shown to be the one that Equinox makes of the same arguments."""
         key = getkey()
-        layer, reference = PallasLinear(*args, **kwargs, key=key), eqx.nn.Linear(*args, **kwargs, key=key)
+        layer, reference = (
+            PallasLinear(*args, **kwargs, key=key),
+            eqx.nn.Linear(*args, **kwargs, key=key),
+        )
         _same_bits(layer.weight, reference.weight)
         return layer
 
@@ -315,7 +318,7 @@ def test_a_square_batch_that_linear_broadcasts():
 @pytest.mark.parametrize("x", [[1.0, 2.0, 3.0], 1.0, "x", None], ids=str)
 def test_inputs_that_are_no_arrays(x):
     layer, _ = _pair(3, 4)
-    with pytest.raises(Exception, match="array|Array"):
+    with pytest.raises(Exception, match=r"array|Array"):
         layer(x)
 
 
@@ -409,7 +412,7 @@ def test_from_linear_takes_whatever_stands_in_the_fields():
     """No check may run on them: filters, partitions and `Shared` put other things there."""
     _, linear = _pair(3, 4)
     arrays, rest = eqx.partition(linear, eqx.is_array)
-    placeholder = eqx.tree_at(lambda l: (l.weight, l.bias), linear, (object(), "b"))
+    placeholder = eqx.tree_at(lambda x: (x.weight, x.bias), linear, (object(), "b"))
     for odd in (rest, placeholder, jax.tree.map(lambda x: x[None], linear)):
         layer = PallasLinear.from_linear(odd)
         assert layer.weight is odd.weight
@@ -421,7 +424,7 @@ def test_from_linear_takes_whatever_stands_in_the_fields():
 
 def test_from_linear_is_differentiable():
     """Converted inside a loss: the gradient is that of the layer outside."""
-    layer, linear = _pair(3, 4)
+    _, linear = _pair(3, 4)
     x = jax.random.normal(jax.random.key(1), (5, 3))
 
     def loss(linear, convert):
@@ -515,7 +518,7 @@ def test_filter_and_partition():
     _same_bits(eqx.combine(arrays, static)(jnp.ones(3)), layer(jnp.ones(3)))
     shapes = eqx.filter_eval_shape(PallasLinear, 3, 4, key=jax.random.key(0))
     assert isinstance(shapes.weight, jax.ShapeDtypeStruct)
-    abstract = eqx.filter_eval_shape(lambda l, x: l(x), shapes, jnp.ones((2, 3)))
+    abstract = eqx.filter_eval_shape(lambda layer, x: layer(x), shapes, jnp.ones((2, 3)))
     assert (abstract.shape, abstract.dtype) == ((2, 4), jnp.float32)
 
 

@@ -457,7 +457,7 @@ def test_optimiser_state_is_swapped_too_and_training_goes_on():
     np.testing.assert_allclose(losses + more, expected, rtol=1e-4)
 
     # Without the state it does not fit, as the design says, and does not pass unnoticed.
-    with pytest.raises(Exception, match="PyTree|pytree|Linear"):
+    with pytest.raises(Exception, match=r"PyTree|pytree|Linear"):
         _train(swap_linear(model), state, step, 1)
 
     back, state_back = restore_linear(swapped), restore_linear(swapped_state)
