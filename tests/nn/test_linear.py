@@ -292,7 +292,7 @@ def test_wrong_shapes_are_an_error_that_names_the_layer(in_features, out_feature
     x = jnp.ones(shape)
     jitted = jax.jit(lambda x: layer(x))
     for call in (layer, jitted, eqx.filter_jit(layer), lambda x: jax.vmap(layer)(x[None])):
-        with pytest.raises(ValueError) as caught:
+        with pytest.raises(ValueError, match="PallasLinear") as caught:
             call(x)
         message = str(caught.value)
         assert f"PallasLinear(in_features={in_features}, out_features={out_features})" in message

@@ -764,10 +764,21 @@ def test_no_tracer_leaks():
             wrap(jax.hessian(_loss(product)))(x[:, :1, :2], w[:2, :2])
 
 
-def test_the_options_of_a_call_hold_in_its_gradient():
+def test_the_options_of_a_call_hold_in_its_gradient_and_batches():
     """The pullback, called later and elsewhere, runs the implementation of the call."""
     x, w = _operands("NT")
     with pallas_ops.options(implementation="interpret"):
         _, pullback = jax.vjp(_ours("NT"), x, w)
-    jaxpr = str(jax.make_jaxpr(pullback)(jnp.ones((3, 4))))
-    assert jaxpr.count("implementation=interpret") == 2
+        _, mapped_pullback = jax.vjp(jax.vmap(_ours("NT"), (0, None)), jnp.stack([x, x]), w)
+    for call, cotangent in (
+        (pullback, jnp.ones((3, 4))),
+        (jax.vmap(pullback), jnp.ones((2, 3, 4))),
+        (mapped_pullback, jnp.ones((2, 3, 4))),
+    ):
+        jaxpr = str(jax.make_jaxpr(call)(cotangent))
+        assert jaxpr.count("implementation=interpret") == 2
+        assert "implementation=None" not in jaxpr
+    named = functools.partial(_ours("NT", implementation="interpret"))
+    jaxpr = str(jax.make_jaxpr(jax.vmap(_both_gradients(named), (0, None)))(jnp.stack([x, x]), w))
+    assert jaxpr.count("implementation=interpret") == 3
+    assert "implementation=None" not in jaxpr

@@ -418,6 +418,15 @@ def test_bfloat16_is_summed_in_float32(implementation, layout, block_k):
     np.testing.assert_array_equal(np.asarray(out, np.float32), 256 + 4096 / 128)
 
 
+def test_xla_is_asked_for_sums_in_float32():
+    """On a CPU it makes them so in any case; elsewhere it does what it is told."""
+    xla = pallas_ops.get_operator("matmul").implementations["xla"]
+    for dtype, accumulator in (("bfloat16", "float32"), ("float16", "float32"), ("int8", "int32")):
+        operands = jnp.ones((2, 3), dtype), jnp.ones((3, 4), dtype)
+        jaxpr = str(jax.make_jaxpr(xla.function)(*operands))
+        assert f"preferred_element_type={accumulator}" in jaxpr
+
+
 @pytest.mark.parametrize("implementation", ["interpret", "xla"])
 def test_int8_is_summed_in_int32(implementation):
     lhs, rhs = np.full((2, 300), -128, np.int8), np.full((300, 3), -128, np.int8)
