@@ -232,15 +232,20 @@ def test_the_compiler_has_the_last_word_on_vmem():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", list(lax.Precision))
-@pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("generation", GENERATIONS)
+@pytest.mark.parametrize(
+    ("generation", "dtypes", "precision"),
+    [
+        pytest.param(generation, dtypes, precision, id=f"{generation}-{name}-{precision.name}")
+        for generation in GENERATIONS
+        for name, dtypes in DTYPES.items()
+        # Of all precisions HIGHEST needs most VMEM; without float32 there is but one.
+        for precision in (lax.Precision.DEFAULT, lax.Precision.HIGHEST)
+        if _takes(generation, dtypes)
+        and ("float32" in dtypes[:2] or precision == lax.Precision.DEFAULT)
+    ],
+)
 def test_static_tiles_fit_on_every_generation(generation, dtypes, precision):
-    """The blocks that `StaticResolver` picks for large products, divisible and ragged."""
-    if not _takes(generation, dtypes):
-        pytest.skip("refused, and tested above")
-    if "float32" not in dtypes[:2] and precision != lax.Precision.DEFAULT:
-        pytest.skip("precision is for float32")
+    """The blocks that `StaticResolver` picks for large products, of the layouts of a layer."""
     products = [
         (
             *_operands(sizes, dtypes, layout),
@@ -251,10 +256,9 @@ def test_static_tiles_fit_on_every_generation(generation, dtypes, precision):
                 precision=precision,
             ),
         )
-        for sizes, layout in zip(
-            [(4096, 4096, 4096), (3000, 3000, 3000), (1, 1536, 8960), (2048, 4095, 14336)],
-            LAYOUTS,
-            strict=True,
-        )
+        for sizes, layout in [
+            ((3000, 3000, 3000), (False, True)),
+            ((2048, 4095, 14336), (True, False)),
+        ]
     ]
     _compile_products(products, generation)
