@@ -112,7 +112,8 @@ class MatmulProblem:
         """The dtype in which products are summed: float32 at least, int32 for integers."""
         operands = promoted_dtype(self.lhs_dtype, self.rhs_dtype)
         if not (jnp.issubdtype(operands, jnp.integer) or operands == jnp.bool_):
-            return promoted_dtype(operands, np.dtype(jnp.float32))
+            # Not by promotion, which JAX has none of for the floats of 8 bits.
+            return np.dtype(jnp.float32) if operands.itemsize < 4 else operands
         return np.dtype(jnp.int32) if operands.itemsize < 4 else operands
 
     @property

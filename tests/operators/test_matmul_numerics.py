@@ -590,3 +590,11 @@ def test_other_dtypes_are_those_of_jnp(dtype):
     np.testing.assert_array_equal(out, expected)  # integers, which each of these holds
     with pytest.raises(pallas_ops.UnsupportedCallError, match=f"interpret.*{dtype}"):
         pallas_ops.matmul(lhs, rhs, implementation="interpret")
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_floats_of_8_bits_are_those_of_jnp(dtype):
+    lhs, rhs = jnp.full((2, 3), 0.5, dtype), jnp.full((3, 4), 2.0, dtype)
+    out, expected = pallas_ops.matmul(lhs, rhs), jnp.matmul(lhs, rhs)
+    assert out.dtype == expected.dtype == dtype
+    np.testing.assert_array_equal(np.asarray(out, np.float32), 3)
