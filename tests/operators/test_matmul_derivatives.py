@@ -336,8 +336,15 @@ def _vmap_orders(product: Callable, in_axes: Any) -> dict[str, Callable]:
     }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", _vmap_orders(jnp.matmul, 0))
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [
+        (layout, name)
+        for layout, name in itertools.product(("NN", "NT", "TN"), _vmap_orders(jnp.matmul, 0))
+        # A tangent is one more product of the same layout: the layer's stands for all.
+        if layout == "NT" or "jvp" not in name
+    ],
+)
 def test_vmap_over_every_pair_of_axes(layout, name):
     """Values, gradients and tangents, in both orders, whichever operand is mapped along which."""
     # All for the main road; of the others each layout and transformation takes another third.
@@ -390,7 +397,7 @@ def test_vmap_of_vmap(layout, kind, implementation):
     """Two mapped axes, with the gradient taken outside, between and inside of them."""
     number = LAYOUTS.index(layout) + 4 * _KINDS.index(kind)
     if implementation == "xla":
-        axes = _NESTED[-3:] + _nested_sample(number, 4)
+        axes = _NESTED[-3:] + _nested_sample(number, 2)
     else:
         axes = [_NESTED[number % 5], _NESTED[(number + 2) % 5]]
     cases = []
