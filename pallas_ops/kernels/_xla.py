@@ -10,7 +10,9 @@ from ._problem import MatmulProblem, promoted_dtype
 def xla_matmul(problem: MatmulProblem, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     """The product by `jax.lax.dot_general`, with the kernel's accumulation and rounding."""
     operands = promoted_dtype(problem.lhs_dtype, problem.rhs_dtype)
-    if operands == jnp.bool_:
+    narrow = jnp.issubdtype(operands, jnp.integer) and jnp.iinfo(operands).bits < 8
+    if operands == jnp.bool_ or narrow:
+        # XLA on a CPU has no wider sums of these.
         operands = problem.accumulator_dtype
     axes = range(len(problem.sum_leading))
     shared_by = {

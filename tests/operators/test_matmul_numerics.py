@@ -598,3 +598,11 @@ def test_floats_of_8_bits_are_those_of_jnp(dtype):
     out, expected = pallas_ops.matmul(lhs, rhs), jnp.matmul(lhs, rhs)
     assert out.dtype == expected.dtype == dtype
     np.testing.assert_array_equal(np.asarray(out, np.float32), 3)
+
+
+@pytest.mark.parametrize("dtype", ["int4", "uint4", "bool", "uint8", "int16", "uint32"])
+def test_other_integers_go_to_xla(dtype):
+    lhs = jnp.asarray(np.arange(12).reshape(3, 4) % 3, dtype)
+    out, expected = po.matmul(lhs, lhs, transpose_rhs=True), lhs @ lhs.T
+    assert out.dtype == expected.dtype
+    assert (out == expected).all()
