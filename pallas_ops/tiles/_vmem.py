@@ -52,7 +52,7 @@ def estimate_vmem_bytes(problem: MatmulProblem, tile: TileConfig) -> int:
         rhs_copies = int(problem.rhs_dtype != float32)
     copies = lhs_copies * _padded_bytes(*lhs, float32) + rhs_copies * _padded_bytes(*rhs, float32)
     if problem.transpose_lhs and problem.k % k:
-        # Masked at the edge of k and then transposed (16.3 MiB of 16, libtpu 0.0.42, v5e, bfloat16).
+        # Masked at the edge of k and then transposed (16.3 of 16 MiB, bfloat16, libtpu 0.0.42).
         copies += _padded_bytes(*lhs, problem.lhs_dtype)
     return 2 * blocks + accumulator + copies
 
