@@ -1,4 +1,8 @@
-from ._pallas import kernel_precision as kernel_precision, pallas_matmul as pallas_matmul
+from ._pallas import (
+    is_matrix_vector as is_matrix_vector,
+    kernel_precision as kernel_precision,
+    pallas_matmul as pallas_matmul,
+)
 from ._problem import (
     MatmulProblem as MatmulProblem,
     problem_of as problem_of,

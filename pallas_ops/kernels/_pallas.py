@@ -31,6 +31,26 @@ def kernel_precision(problem: MatmulProblem) -> lax.Precision:
     return problem.precision
 
 
+def is_matrix_vector(problem: MatmulProblem) -> bool:
+    """Whether Pallas would take the product for one of a matrix and a vector, and lower it wrongly.
+
+    It multiplies such operands element by element, which fails for all but float32 (jax 0.10.2 and
+    0.12): bfloat16 has to be raised, and int8 multiplied by us.
+    """
+    narrow = problem.lhs_dtype in _ONE_PASS_DTYPES and problem.rhs_dtype in _ONE_PASS_DTYPES
+    return problem.layout == "NT" and problem.n == 1 and narrow
+
+
+def _masked(block: jax.Array, axis: int, left: jax.Array) -> jax.Array:
+    """Zeros in place of all but the first `left` entries along `axis`."""
+    inside = lax.broadcasted_iota(jnp.int32, block.shape, axis) < left
+    if block.shape[0] >= 8 or block.dtype == jnp.float32:
+        return jnp.where(inside, block, jnp.zeros_like(block))
+    # Mosaic cannot spread a mask over the few packed rows of a narrow dtype ("Sublane broadcast").
+    wide = block.astype(jnp.int32 if block.dtype == jnp.int8 else jnp.float32)
+    return jnp.where(inside, wide, jnp.zeros_like(wide)).astype(block.dtype)
+
+
 def _block_product(lhs, rhs, problem: MatmulProblem, k_left: jax.Array | None) -> jax.Array:
     """The product of two blocks, where only the first `k_left` steps of k are real.
 
@@ -39,20 +59,11 @@ def _block_product(lhs, rhs, problem: MatmulProblem, k_left: jax.Array | None) -
     """
     lhs_k, rhs_k = (0 if problem.transpose_lhs else 1), (1 if problem.transpose_rhs else 0)
     if k_left is not None:
-        lhs, rhs = (
-            jnp.where(
-                lax.broadcasted_iota(jnp.int32, block.shape, axis) < k_left,
-                block,
-                jnp.zeros_like(block),
-            )
-            for block, axis in ((lhs, lhs_k), (rhs, rhs_k))
-        )
-    integers = jnp.issubdtype(problem.accumulator_dtype, jnp.integer)
-    if integers and problem.layout == "NT" and rhs.shape[0] == 1:
-        # Mosaic takes this shape for a matrix-vector product, and has one only for floats.
+        lhs, rhs = _masked(lhs, lhs_k, k_left), _masked(rhs, rhs_k, k_left)
+    if is_matrix_vector(problem) and lhs.dtype == jnp.int8:
         products = lhs.astype(jnp.int32) * rhs.astype(jnp.int32)
         return jnp.sum(products, axis=1, keepdims=True)
-    if problem.lhs_dtype != problem.rhs_dtype:
+    if is_matrix_vector(problem) or problem.lhs_dtype != problem.rhs_dtype:
         lhs, rhs = lhs.astype(jnp.float32), rhs.astype(jnp.float32)
     return lax.dot_general(
         lhs,

@@ -109,12 +109,20 @@ class MatmulProblem:
 
     @property
     def accumulator_dtype(self) -> np.dtype:
-        """The dtype in which products are summed: float32 at least, int32 for integers."""
-        operands = promoted_dtype(self.lhs_dtype, self.rhs_dtype)
-        if not (jnp.issubdtype(operands, jnp.integer) or operands == jnp.bool_):
-            # Not by promotion, which JAX has none of for the floats of 8 bits.
-            return np.dtype(jnp.float32) if operands.itemsize < 4 else operands
-        return np.dtype(jnp.int32) if operands.itemsize < 4 else operands
+        """The dtype of the sums: that of operands or result if it is wide, else 32 bits."""
+        # Not by promotion, which JAX has none of for the floats of 8 bits.
+        operands, out = promoted_dtype(self.lhs_dtype, self.rhs_dtype), self.out_dtype
+        if operands.itemsize >= 4:
+            wide = operands
+        elif jnp.issubdtype(operands, jnp.inexact):
+            wide = np.dtype(jnp.float32)
+        elif jnp.issubdtype(operands, jnp.unsignedinteger):
+            wide = np.dtype(jnp.uint32)
+        else:
+            wide = np.dtype(jnp.int32)
+        if jnp.issubdtype(wide, jnp.integer) and jnp.issubdtype(out, jnp.inexact):
+            return out if out.itemsize >= 4 else np.dtype(jnp.float32)
+        return out if out.itemsize > wide.itemsize else wide
 
     @property
     def is_empty(self) -> bool:
@@ -139,6 +147,8 @@ class MatmulProblem:
     def why_not_in_kernel(self) -> str | None:
         """Why the Pallas kernel cannot compute this on any TPU, or `None` where it can."""
         pair = (self.lhs_dtype.name, self.rhs_dtype.name)
+        if not all(isinstance(size, int) for size in (*self.lhs_shape, *self.rhs_shape)):
+            return f"the kernel's blocks need sizes that are numbers: {self.describe()}"
         if pair not in _KERNEL_OPERANDS:
             return (
                 f"the kernel multiplies float32, bfloat16, mixtures of the two, and int8 with "

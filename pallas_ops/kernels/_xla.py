@@ -10,9 +10,14 @@ from ._problem import MatmulProblem, promoted_dtype
 def xla_matmul(problem: MatmulProblem, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     """The product by `jax.lax.dot_general`, with the kernel's accumulation and rounding."""
     operands = promoted_dtype(problem.lhs_dtype, problem.rhs_dtype)
-    narrow = jnp.issubdtype(operands, jnp.integer) and jnp.iinfo(operands).bits < 8
-    if operands == jnp.bool_ or narrow:
-        # XLA on a CPU has no wider sums of these.
+    integers = jnp.issubdtype(operands, jnp.integer)
+    narrow = operands == jnp.bool_ or (integers and jnp.iinfo(operands).bits < 8)
+    kinds = (jnp.integer, jnp.floating, jnp.complexfloating)
+    mixed = [jnp.issubdtype(operands, kind) for kind in kinds] != [
+        jnp.issubdtype(problem.accumulator_dtype, kind) for kind in kinds
+    ]
+    if narrow or mixed:
+        # XLA on a CPU has no wider sums of these, and none sums numbers of one kind in another.
         operands = problem.accumulator_dtype
     axes = range(len(problem.sum_leading))
     shared_by = {

@@ -5,7 +5,7 @@ from typing import Any, Literal
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, PRNGKeyArray, Shaped
+from jaxtyping import Array, ArrayLike, PRNGKeyArray, Shaped
 
 from ..operators import get_operator, matmul
 from ..tiles import as_tile_choice, TileChoice, Tiles
@@ -83,7 +83,7 @@ class PallasLinear(eqx.nn.Linear):
 
     @jax.named_scope("pallas_ops.PallasLinear")
     def __call__(
-        self, x: Shaped[Array, "..."], *, key: PRNGKeyArray | None = None
+        self, x: Shaped[ArrayLike, "..."], *, key: PRNGKeyArray | None = None
     ) -> Shaped[Array, "..."]:
         """**Arguments:**
 
@@ -100,8 +100,15 @@ class PallasLinear(eqx.nn.Linear):
 
         `ValueError` where the last axis of `x` is not `in_features`.
         """
-        if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+        is_array = hasattr(x, "shape") and hasattr(x, "dtype")
+        if not is_array and not isinstance(x, int | float | complex):
             raise TypeError(f"{self._name()}: the input must be an array, got {x!r}.")
+        if self.weight.ndim != 2:
+            raise ValueError(
+                f"{self._name()}: the weight must have shape (out_features, in_features), got "
+                f"{self.weight.dtype}{list(self.weight.shape)}. Layers that are stacked into an "
+                f"ensemble are called under equinox.filter_vmap."
+            )
         x = jnp.asarray(x)
         if self.in_features == "scalar":
             x = x.reshape(*x.shape, 1)
@@ -119,7 +126,7 @@ class PallasLinear(eqx.nn.Linear):
             tiles=self.tiles,
             implementation=self.implementation,
         )
-        features = () if self.out_features == "scalar" else (self.out_features,)
+        features = () if self.out_features == "scalar" else out.shape[-1:]
         return out.reshape(*x.shape[:-1], *features)
 
     def _name(self) -> str:

@@ -106,8 +106,9 @@ def _swap(
     else:
         model = eqx.tree_at(where, model, replace_fn=swap_part)
     if not found and not already:
+        name = "PallasLinear" if old is PallasLinear else "equinox.nn.Linear"
         warnings.warn(
-            f"pallas_ops.{caller} found no {old.__module__}.{old.__qualname__} in "
+            f"pallas_ops.{caller} found no {name} in "
             f"{'the model' if where is None else 'what `where` picked'}, and changed nothing. "
             f"Layers inside closures and subclasses of it are out of reach.",
             stacklevel=3,

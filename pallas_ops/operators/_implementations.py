@@ -76,7 +76,13 @@ def _tpu_interpret(lhs: jax.Array, rhs: jax.Array, **call: Any) -> jax.Array:
 
 
 def _xla(lhs: jax.Array, rhs: jax.Array, **call: Any) -> jax.Array:
-    return xla_matmul(_problem(lhs, rhs, **call), lhs, rhs)
+    problem = _problem(lhs, rhs, **call)
+    choice = as_tile_choice(call.get("tiles"))
+    named = choice is not None and choice.forward is not None
+    if named and not problem.is_empty and problem.why_not_in_kernel() is None:
+        # XLA has no use for a tile, but a test on a CPU should meet what a TPU would refuse.
+        resolve_tile(problem, choice, call.get("device"))
+    return xla_matmul(problem, lhs, rhs)
 
 
 def _kernel_supports(lhs: Any, rhs: Any, **call: Any) -> str | None:

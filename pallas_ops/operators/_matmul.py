@@ -15,7 +15,7 @@ from ._implementations import DERIVATIVES, IMPLEMENTATIONS
 from ._options import ambient_options, CallOptions
 from ._precision import resolve_precision
 from ._primitive import bind_matmul, with_leading_ones
-from ._registry import Operator, register_operator
+from ._registry import get_operator, Operator, register_operator
 
 
 def matmul(
@@ -92,9 +92,10 @@ def matmul(
     layout = dict(transpose_lhs=transpose_lhs, transpose_rhs=transpose_rhs)
     precision = resolve_precision(precision)
     if call.implementation is not None:
-        _operator.check_implementation(call.implementation)
+        operator = get_operator("matmul")
+        operator.check_implementation(call.implementation)
         keywords = dict(out_dtype=out_dtype, precision=precision, device=call.device, **layout)
-        _operator.select((lhs, rhs), keywords, name=call.implementation)
+        operator.select((lhs, rhs), keywords, name=call.implementation)
 
     out = bind_matmul(
         lhs,
@@ -163,13 +164,12 @@ def _check_shapes(lhs: jax.Array, rhs: jax.Array, transpose_lhs: bool, transpose
             f"matmul: the contracting size k differs: lhs {lhs_form} has {lhs_k}, rhs {rhs_form} "
             f"has {rhs_k}. {given}"
         )
-    try:
-        np.broadcast_shapes(lhs.shape[:-2], rhs.shape[:-2])
-    except ValueError:
+    pairs = zip(reversed(lhs.shape[:-2]), reversed(rhs.shape[:-2]), strict=False)
+    if not all(left == right or left == 1 or right == 1 for left, right in pairs):
         raise ValueError(
             f"matmul: the leading axes {lhs.shape[:-2]} of lhs and {rhs.shape[:-2]} of rhs do not "
             f"broadcast: each pair must be equal, or one of them 1. {given}"
-        ) from None
+        )
 
 
 def _promote(
@@ -212,6 +212,4 @@ def _signature(
     raise NotImplementedError("a signature is read, and never called")
 
 
-_operator = register_operator(
-    Operator("matmul", _signature, IMPLEMENTATIONS, vjp=DERIVATIVES, entry=matmul)
-)
+register_operator(Operator("matmul", _signature, IMPLEMENTATIONS, vjp=DERIVATIVES, entry=matmul))

@@ -15,8 +15,8 @@ def resolve_precision(precision: Any) -> lax.Precision:
     **Arguments:**
 
     - `precision`: `None`, a string, a `jax.lax.Precision`, or a pair of these. `None` is
-        `jax.config.jax_default_matmul_precision`. Of a pair the higher counts, since the kernel
-        has one precision: never less than was asked for.
+        `jax.config.jax_default_matmul_precision`, or `HIGHEST` where that is a dot algorithm. Of a
+        pair the higher counts, since the kernel has one precision: never less than was asked for.
 
     **Raises:**
 
@@ -24,6 +24,8 @@ def resolve_precision(precision: Any) -> lax.Precision:
     """
     if precision is None:
         default = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+        if default in lax.DotAlgorithmPreset.__members__:
+            return lax.Precision.HIGHEST  # not asked of this call, and never less
         return lax.Precision.DEFAULT if default is None else resolve_precision(default)
     if isinstance(precision, tuple | list):
         if len(precision) != 2:

@@ -48,6 +48,7 @@ def bind_matmul(
     wanted = problem_of(
         lhs, rhs, **layout, sum_leading=tuple(sum_leading), out_dtype=np.dtype(out_dtype)
     )
+    _refuse_explicit_sharding(wanted, lhs, rhs)
     folded = fold(lhs.shape, rhs.shape, sum_leading, **layout)
     lhs, rhs = _vary_alike(lhs, rhs)
     out = matmul_p.bind(
@@ -71,6 +72,24 @@ def _reshape(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 def with_leading_ones(array: jax.Array, count: int) -> jax.Array:
     """`count` more leading axes of size 1, which move no data and fold away again."""
     return _reshape(array, (*(1,) * count, *array.shape))
+
+
+def _refuse_explicit_sharding(problem: MatmulProblem, *operands: jax.Array) -> None:
+    """Explicit mesh axes are part of a type, and the type of the product would not have them."""
+    names = {
+        name
+        for operand in operands
+        for entry in jax.typeof(operand).sharding.spec
+        if entry is not None
+        for name in (entry if isinstance(entry, tuple) else (entry,))
+    }
+    if names:
+        raise ValueError(
+            f"matmul: an operand is sharded over the explicit mesh axes "
+            f"{', '.join(map(repr, sorted(names)))}, and the operator does not partition itself. "
+            f"Call it inside jax.shard_map, where it is a local product of each device's shards. "
+            f"Given: {problem.describe()}."
+        )
 
 
 def _vary_alike(lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -101,8 +120,13 @@ def _jitted(params: tuple[tuple[str, Any], ...]):
 @matmul_p.def_impl
 def _evaluate(lhs, rhs, **params):
     """Outside of any transformation: a compiled program of one product."""
-    with jax.disable_jit(False):  # or `jit` would come straight back here
-        return _jitted(tuple(sorted(params.items())))(lhs, rhs)
+    # Where `jit` is off, or runs a program again to find a NaN, it would come straight back here.
+    with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
+        out = _jitted(tuple(sorted(params.items())))(lhs, rhs)
+    for flag, is_bad in (("jax_debug_nans", jnp.isnan), ("jax_debug_infs", jnp.isinf)):
+        if getattr(jax.config, flag) and is_bad(out).any():
+            raise FloatingPointError(f"matmul: {flag[-4:-1]} in the result.")
+    return out
 
 
 @matmul_p.def_abstract_eval

@@ -116,6 +116,14 @@ class Operator:
         entry: Callable | None = None,
     ):
         implementations = tuple(implementations)
+        if not isinstance(name, str):
+            raise TypeError(f"The name of an operator is a string, got {name!r}.")
+        for implementation in implementations:
+            if not isinstance(implementation, Implementation):
+                raise TypeError(
+                    f"Operator {name!r}: each of `implementations` is an Implementation(name, "
+                    f"function), got {implementation!r}."
+                )
         names = [implementation.name for implementation in implementations]
         if not names:
             raise ValueError(f"Operator {name!r} needs at least one implementation.")
@@ -156,20 +164,23 @@ class Operator:
             bound = self.signature.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(f"{self.name}{self.signature}: {error}") from None
+        given = dict(bound.arguments)
+        bound.apply_defaults()  # or a positional argument given by name might count as static
+        static = {name: value for name, value in bound.kwargs.items() if name in given}
         if implementation is not None:
             self.check_implementation(implementation)
         # `n` is the same number in every argument and in the result, as long as each check runs in
         # this very frame: a function of its own would start afresh wherever jaxtyping's import
         # hook is on.
         with jaxtyped("context"):
-            for name, value in bound.arguments.items():
+            for name, value in given.items():
                 annotation = self._annotation(self.signature.parameters[name].annotation)
                 if not is_bearable(value, annotation):
                     raise self._mismatch(f"argument `{name}`", value, annotation)
             if self._entry is not None:
-                result = self._entry(*bound.args, **bound.kwargs, implementation=implementation)
+                result = self._entry(*bound.args, **static, implementation=implementation)
             else:
-                result = self._run(bound.args, bound.kwargs, implementation)
+                result = self._run(bound.args, static, implementation)
             annotation = self._annotation(self.signature.return_annotation)
             if not is_bearable(result, annotation):
                 raise self._mismatch("the result", result, annotation)
@@ -189,7 +200,7 @@ class Operator:
     def _run(self, arrays: tuple, static: dict[str, Any], name: str | None) -> Any:
         """Chooses for each platform; `jax.lax` decides when the program is lowered."""
         if name is not None:
-            return self.select(arrays, static, name=name)(*arrays)
+            return self.select(arrays, static, name=name)(*arrays, **static)
         named = {
             platform
             for implementation in self.implementations.values()

@@ -1,7 +1,7 @@
 """From what a call says to the tile that runs."""
 
 from ..kernels import MatmulProblem
-from ._config import why_illegal
+from ._config import TileConfig, why_illegal
 from ._resolver import Resolution, TileChoice
 from ._static import StaticResolver
 
@@ -21,6 +21,11 @@ def resolve_tile(
     else:
         resolver = StaticResolver() if choice.resolver is None else choice.resolver
         resolution = resolver.resolve(problem, device)
+        if not (isinstance(resolution, Resolution) and isinstance(resolution.tile, TileConfig)):
+            raise TypeError(
+                f"matmul: the tile resolver {resolver!r} returned {resolution!r}, expected a "
+                f"pallas_ops.Resolution(tile=TileConfig(...), source='...')."
+            )
     tile = resolution.tile.clipped_to(problem)
     reason = why_illegal(problem, tile)
     if reason is not None:

@@ -4,7 +4,7 @@ import numpy as np
 from jax import lax
 
 from .._hardware import find_generation
-from ..kernels import kernel_precision, MatmulProblem
+from ..kernels import is_matrix_vector, kernel_precision, MatmulProblem
 from ._config import LANES, sublanes, TileConfig
 
 
@@ -43,13 +43,16 @@ def estimate_vmem_bytes(problem: MatmulProblem, tile: TileConfig) -> int:
         + _padded_bytes(*rhs, problem.rhs_dtype)
         + _padded_bytes(m, n, problem.out_dtype)
     )
-    accumulator = _padded_bytes(m, n, problem.accumulator_dtype) if k < problem.k else 0
+    steps = k < problem.k or any(problem.sum_leading)
+    accumulator = _padded_bytes(m, n, problem.accumulator_dtype) if steps else 0
     float32 = np.dtype(np.float32)
     lhs_copies = _LHS_COPIES[kernel_precision(problem)]
     rhs_copies = 0
     if problem.lhs_dtype != problem.rhs_dtype:  # the bfloat16 one is raised
         lhs_copies = max(lhs_copies, int(problem.lhs_dtype != float32))
         rhs_copies = int(problem.rhs_dtype != float32)
+    if is_matrix_vector(problem):  # lhs raised to 32 bits, and for integers the products
+        lhs_copies = 2 if problem.lhs_dtype == np.int8 else 1
     copies = lhs_copies * _padded_bytes(*lhs, float32) + rhs_copies * _padded_bytes(*rhs, float32)
     if problem.transpose_lhs and problem.k % k:
         # Masked at the edge of k and then transposed (16.3 of 16 MiB, bfloat16, libtpu 0.0.42).

@@ -5,6 +5,8 @@ takes as a whole or not at all; its error names the kernel.
 """
 
 import itertools
+import subprocess
+import sys
 
 import equinox as eqx
 import jax
@@ -94,6 +96,50 @@ def test_every_layout_dtype_and_edge(generation, dtypes):
             _compile_products(products, generation)
 
 
+# Few rows of a packed dtype with a masked edge of k, a single column, and rows longer than blocks.
+AWKWARD = [
+    (4, 2500, 4),
+    (1, 1100, 1100),
+    (2, 1025, 5),
+    (15, 2500, 2),
+    (129, 9, 1),
+    (2500, 2500, 1),
+    (17, 1, 1),
+    (3, 100_000, 5),
+    (1, 8960, 1536),
+]
+
+
+@pytest.mark.parametrize(
+    ("generation", "dtypes"),
+    [
+        pytest.param(
+            generation,
+            dtypes,
+            id=f"{generation}-{name}",
+            marks=() if generation == "v5e" else pytest.mark.slow,
+        )
+        for generation in GENERATIONS
+        for name, dtypes in DTYPES.items()
+        if _takes(generation, dtypes)
+    ],
+)
+def test_awkward_shapes_at_the_default_tile(generation, dtypes):
+    products = [
+        (
+            *_operands(sizes, dtypes, layout),
+            dict(
+                transpose_lhs=layout[0],
+                transpose_rhs=layout[1],
+                preferred_element_type=dtypes[2],
+            ),
+        )
+        for layout in LAYOUTS
+        for sizes in AWKWARD
+    ]
+    _compile_products(products, generation)
+
+
 @pytest.mark.parametrize("precision", [lax.Precision.HIGH, lax.Precision.HIGHEST])
 @pytest.mark.parametrize("dtypes", ["f32", "bf16", "bf16 x f32", "f32 x bf16"])
 @pytest.mark.parametrize("generation", ["v4", "v5e", "tpu7x"])
@@ -173,6 +219,31 @@ def test_export_for_both_runs_on_the_cpu():
     x = jnp.arange(12.0).reshape(3, 4)
     exported = jax.export.export(jax.jit(po.matmul), platforms=["tpu", "cpu"])(x, x.T)
     np.testing.assert_allclose(exported.call(x, x.T), x @ x.T)
+
+
+# In a process of its own: jaxtyping's import hook, on here, takes a symbolic size for no `int`.
+SYMBOLIC = """
+import jax, jax.numpy as jnp, pallas_ops as po
+
+(rows,) = jax.export.symbolic_shape("rows")
+x = jax.ShapeDtypeStruct((rows, 3, 4), jnp.float32)
+for platform in ("cpu", "tpu"):
+    function = jax.jit(lambda x: po.matmul(x, jnp.ones((4, 5))))
+    exported = jax.export.export(function, platforms=[platform])(x)
+    assert "tpu_custom_call" not in exported.mlir_module()
+    assert exported.out_avals[0].shape == (rows, 3, 5)
+try:
+    jax.export.export(jax.jit(lambda x: po.matmul(x, x.mT, implementation="interpret")))(x)
+except po.UnsupportedCallError as error:
+    assert "blocks need sizes that are numbers" in str(error)
+else:
+    raise AssertionError("the kernel took a symbolic size")
+"""
+
+
+def test_a_symbolic_size_is_exported_by_xla():
+    done = subprocess.run([sys.executable, "-c", SYMBOLIC], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_options_name_the_device_where_export_does_not_know_it():

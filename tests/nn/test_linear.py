@@ -315,11 +315,25 @@ def test_a_square_batch_that_linear_broadcasts():
     assert layer(jnp.ones((4, 3))).shape == (4, 4)
 
 
-@pytest.mark.parametrize("x", [[1.0, 2.0, 3.0], 1.0, "x", None], ids=str)
+@pytest.mark.parametrize("x", [[1.0, 2.0, 3.0], "x", None], ids=str)
 def test_inputs_that_are_no_arrays(x):
     layer, _ = _pair(3, 4)
     with pytest.raises(Exception, match=r"array|Array"):
         layer(x)
+
+
+def test_a_python_number_is_a_scalar():
+    layer, linear = _pair("scalar", 4)
+    assert (layer(2.0) == linear(2.0)).all()
+    with pytest.raises(ValueError, match=r"in_features=3.*got float32\[\]"):
+        _pair(3, 4)[0](1.0)
+
+
+def test_a_stacked_layer_is_not_called_without_vmap():
+    keys = jax.random.split(jax.random.key(0), 5)
+    stacked = eqx.filter_vmap(lambda key: PallasLinear(3, 4, key=key))(keys)
+    with pytest.raises(ValueError, match=r"got float32\[5, 4, 3\].*filter_vmap"):
+        stacked(jnp.ones(3))
 
 
 # Result dtypes.

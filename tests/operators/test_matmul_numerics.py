@@ -606,3 +606,36 @@ def test_integers_of_4_bits_are_those_of_jnp(dtype):
     out, expected = pallas_ops.matmul(lhs, lhs, transpose_rhs=True), lhs @ lhs.T
     assert out.dtype == expected.dtype == dtype
     np.testing.assert_array_equal(np.asarray(out, np.int32), np.asarray(expected, np.int32))
+
+
+@pytest.mark.parametrize(
+    ("operands", "out", "value", "k"),
+    [
+        ("int32", "int64", 2**30, 3),
+        ("uint16", "float32", 60_000, 3),
+        ("float32", "float64", 0.1, 99),
+    ],
+)
+def test_a_wider_result_has_wider_sums(operands, out, value, k):
+    with jax.enable_x64(True):
+        lhs, rhs = jnp.full((1, k), value, operands), jnp.full((k, 1), value, operands)
+        product = pallas_ops.matmul(lhs, rhs, preferred_element_type=out)
+        exact = np.matmul(np.asarray(lhs, out), np.asarray(rhs, out))
+        assert product.dtype == out
+        np.testing.assert_allclose(product, exact, rtol=1e-15 if out == "float64" else 1e-6)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_debug_nans_finds_the_product(jit):
+    lhs, rhs = jnp.ones((5, 7)).at[0, 0].set(jnp.inf), jnp.ones((7, 6)).at[0].set(0)
+    call = jax.jit(pallas_ops.matmul) if jit else pallas_ops.matmul
+    with jax.debug_nans(True), pytest.raises(FloatingPointError):
+        call(lhs, rhs)
+    with jax.debug_nans(True):
+        assert (call(jnp.ones((5, 7)), rhs) == 6).all()
+
+
+def test_without_jit():
+    with jax.disable_jit():
+        out = pallas_ops.matmul(jnp.ones((5, 7)), jnp.ones((7, 6)), implementation="interpret")
+    assert (out == 7).all()

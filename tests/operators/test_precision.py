@@ -83,3 +83,10 @@ def test_high_is_kept_where_this_jax_has_it():
     """Names the versions: 0.10.2 refuses `HIGH` in Mosaic, 0.12 takes it."""
     used = kernel_precision(_problem("float32", "float32", HIGH))
     assert used == (HIGH if jax.__version_info__ >= (0, 12) else HIGHEST)
+
+
+def test_an_algorithm_as_the_default_is_the_highest_precision():
+    x = jnp.ones((4, 4))
+    with jax.default_matmul_precision("BF16_BF16_F32_X3"):
+        (call,) = operator_calls(lambda x: po.matmul(x, x), x)
+    assert call.params["precision"] == HIGHEST

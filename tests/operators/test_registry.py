@@ -210,3 +210,21 @@ def test_bare_kernels_are_not_differentiable_and_registered_ones_are():
         np.testing.assert_allclose(one, other, rtol=1e-6)
     with pytest.raises((NotImplementedError, ValueError, AssertionError)):
         jax.grad(loss(bare), (0, 1))(x, w)
+
+
+def test_static_arguments_reach_an_implementation_that_is_named():
+    named = _operator()(X, WEIGHTS, power=2, implementation="fast")
+    np.testing.assert_array_equal(named, X * WEIGHTS[None] ** 2)
+
+
+def test_a_positional_argument_given_by_name_is_differentiated():
+    gradient = jax.grad(lambda w: _operator(vjp=None)(X, weights=w).sum())(WEIGHTS)
+    np.testing.assert_array_equal(gradient, X.sum(0))
+
+
+def test_what_is_no_implementation():
+    # By our own checks, or by those of jaxtyping's import hook where it is on, as here.
+    with pytest.raises(TypeError, match=r"implementations"):
+        _operator(implementations=[_scale])
+    with pytest.raises(TypeError, match="name"):
+        _operator(name=3)

@@ -167,3 +167,63 @@ def test_every_kernel_implementation_refuses_an_illegal_tile(implementation):
             tiles=po.TileConfig(9, 9, 9),
             implementation=implementation,
         )
+
+
+def test_an_illegal_tile_is_refused_where_xla_computes_too():
+    x = jnp.ones((200, 300))
+    with pytest.raises(ValueError, match="block_k=100 is neither"):
+        po.matmul(x, x.T, tiles=po.TileConfig(8, 100, 128))
+
+
+@dataclasses.dataclass(frozen=True)
+class Wrong:
+    answer: object
+
+    def resolve(self, problem, device):
+        return self.answer
+
+
+@pytest.mark.parametrize("answer", [None, po.TileConfig(8, 128, 128), (8, 128, 128)])
+def test_a_resolver_that_answers_with_something_else_is_named(answer):
+    x = jnp.ones((8, 8))
+    with pytest.raises(TypeError, match=r"Wrong\(answer=.*expected a pallas_ops\.Resolution"):
+        po.matmul(x, x, tiles=Wrong(answer), implementation="interpret")
+
+
+MIB = 1024 * 1024
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "precision", "layout", "k", "mib"),
+    [
+        # Two buffers of 2, 1 and 1 MiB, and a float32 accumulator of 2 MiB.
+        ("bfloat16 bfloat16 bfloat16", "default", "NN", 4096, 10),
+        # No accumulator for a single step of k.
+        ("bfloat16 bfloat16 bfloat16", "default", "NN", 1024, 8),
+        # A transposed and masked copy of lhs.
+        ("bfloat16 bfloat16 bfloat16", "default", "TN", 4000, 12),
+        ("float32 float32 float32", "default", "NN", 4096, 18),
+        # Four copies of the lhs block of 4 MiB.
+        ("float32 float32 float32", "highest", "NN", 4096, 34),
+        # lhs raised to float32: one copy.
+        ("bfloat16 float32 float32", "default", "NN", 4096, 18),
+    ],
+)
+def test_vmem_by_hand(dtypes, precision, layout, k, mib):
+    lhs, rhs, out = map(jnp.dtype, dtypes.split())
+    problem = po.MatmulProblem(
+        (k, 4096) if layout == "TN" else (4096, k),
+        (k, 4096),
+        lhs,
+        rhs,
+        out,
+        transpose_lhs=layout == "TN",
+        precision=lax.Precision(precision),
+    )
+    assert estimate_vmem_bytes(problem, po.TileConfig(1024, 1024, 512)) == mib * MIB
+
+
+def test_cost_of_a_problem():
+    problem = _float32_problem(2, 3, 5)
+    assert problem.flops == 2 * 2 * 3 * 5
+    assert problem.bytes_accessed == 4 * (2 * 3 + 3 * 5 + 2 * 5)
