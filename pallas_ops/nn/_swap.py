@@ -58,7 +58,7 @@ def swap_linear(
     **Returns:**
 
     The new model. A call that finds no layer to swap warns, unless those there are `PallasLinear`
-    already.
+    already and nothing else is asked of them.
 
     **Raises:**
 
@@ -69,7 +69,8 @@ def swap_linear(
     def convert(layer):
         return PallasLinear.from_linear(layer, tiles=tiles, implementation=implementation)
 
-    return _swap(model, where, eqx.nn.Linear, PallasLinear, convert, "swap_linear")
+    asked = tiles is not None or implementation is not None
+    return _swap(model, where, eqx.nn.Linear, PallasLinear, convert, "swap_linear", asked)
 
 
 def restore_linear(model: Model, *, where: Callable[[Model], Any] | None = None) -> Model:
@@ -90,7 +91,13 @@ def restore_linear(model: Model, *, where: Callable[[Model], Any] | None = None)
 
 
 def _swap(
-    model: Any, where: Callable | None, old: type, new: type, convert: Callable, caller: str
+    model: Any,
+    where: Callable | None,
+    old: type,
+    new: type,
+    convert: Callable,
+    caller: str,
+    asked: bool = False,
 ) -> Any:
     found, already = 0, 0
 
@@ -111,6 +118,13 @@ def _swap(
             f"pallas_ops.{caller} found no {name} in "
             f"{'the model' if where is None else 'what `where` picked'}, and changed nothing. "
             f"Layers inside closures and subclasses of it are out of reach.",
+            stacklevel=3,
+        )
+    elif not found and asked:
+        warnings.warn(
+            f"pallas_ops.{caller} found only layers that are {new.__name__} already, and left "
+            f"their `tiles` and `implementation` as they were. Use restore_linear first to set "
+            f"them anew, or pallas_ops.options around the call.",
             stacklevel=3,
         )
     return model

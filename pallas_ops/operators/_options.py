@@ -42,7 +42,8 @@ def options(
     What holds where a call is *traced* is what counts, and it is part of `jax.jit`'s cache key: a
     jitted function called under other options is compiled again for them, and found again after.
     The gradient of a call keeps the options of that call, wherever it is computed. Blocks nest; an
-    inner one that leaves a thing out keeps the outer one's.
+    inner one that leaves a thing out keeps the outer one's. They hold for the thread that opened
+    them alone, as those of `jax.default_matmul_precision` do; do not `yield` or `await` inside one.
 
     ```python
     with pallas_ops.options(implementation="interpret"):

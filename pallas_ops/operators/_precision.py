@@ -23,7 +23,8 @@ def resolve_precision(precision: Any) -> lax.Precision:
     `TypeError` for a `jax.lax.DotAlgorithmPreset`, `ValueError` for an unknown name.
     """
     if precision is None:
-        default = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+        config: Any = jax.config  # its options are not typed in every version of JAX
+        default = config.jax_default_matmul_precision
         if default in lax.DotAlgorithmPreset.__members__:
             return lax.Precision.HIGHEST  # not asked of this call, and never less
         return lax.Precision.DEFAULT if default is None else resolve_precision(default)

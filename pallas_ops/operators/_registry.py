@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import inspect
+import itertools
 import threading
 import types
 import warnings
@@ -11,8 +12,12 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from beartype.door import is_bearable
 from jaxtyping import jaxtyped
+
+from ._refuse import refuse
 
 
 ENTRY_POINT_GROUP = "pallas_ops.operators"
@@ -38,7 +43,8 @@ class Implementation:
         is differentiated; everything else is passed by keyword and is not.
     - `supports`: called as `function` is; returns `None` where it can compute the call, else the
         reason why it cannot, for the error message. It must read nothing but shapes and dtypes.
-    - `platforms`: the platforms that it runs on, such as `("tpu",)`; `None` is every platform.
+    - `platforms`: the platforms that it runs on, such as `("tpu",)`; `"gpu"` stands for `"cuda"`
+        and `"rocm"`, which are JAX's names. `None` is every platform.
     """
 
     name: str
@@ -53,6 +59,9 @@ class Implementation:
                 f"Implementation {self.name!r}: `platforms` is a tuple such as "
                 f"({self.platforms!r},), got the string {self.platforms!r}."
             )
+        if self.platforms is not None:
+            names = (("cuda", "rocm") if name == "gpu" else (name,) for name in self.platforms)
+            object.__setattr__(self, "platforms", tuple(itertools.chain.from_iterable(names)))
 
     def __call__(self, *arrays: Any, **static: Any) -> Any:
         """Computes the operator, differentiably where the operator has derivative rules."""
@@ -164,7 +173,12 @@ class Operator:
             bound = self.signature.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(f"{self.name}{self.signature}: {error}") from None
-        given = dict(bound.arguments)
+        given = {
+            # JAX's functions take NumPy's arrays, which jaxtyping's `Array` is not.
+            name: jnp.asarray(value) if isinstance(value, np.ndarray | np.generic) else value
+            for name, value in bound.arguments.items()
+        }
+        bound.arguments.update(given)
         bound.apply_defaults()  # or a positional argument given by name might count as static
         static = {name: value for name, value in bound.kwargs.items() if name in given}
         if implementation is not None:
@@ -206,7 +220,8 @@ class Operator:
             for implementation in self.implementations.values()
             for platform in implementation.platforms or ()
         }
-        branches, errors = {}, []
+        branches: dict[str, Callable] = {}
+        errors = []
         for platform in (*sorted(named), None):
             try:
                 implementation = self.select(arrays, static, platform=platform)
@@ -216,11 +231,15 @@ class Operator:
                 branches[platform or "default"] = functools.partial(implementation, **static)
         if not branches:
             raise errors[-1]
+        if "default" not in branches:
+            # Known only when the program is compiled: one for another platform must still trace.
+            some = next(iter(branches.values()))
+            branches["default"] = lambda *arrays: some(*refuse(errors[-1], *arrays))
         return jax.lax.platform_dependent(*arrays, **branches)
 
     def check_implementation(self, name: str) -> None:
         """Raises `ValueError` where there is no implementation of this name."""
-        if name not in self.implementations:
+        if not isinstance(name, str) or name not in self.implementations:
             raise ValueError(
                 f"{self.name} has no implementation {name!r}. It has: "
                 f"{', '.join(map(repr, self.implementations))}."

@@ -30,11 +30,18 @@ class StaticResolver:
     **Arguments:**
 
     - `block_m`, `block_k`, `block_n`: the blocks to aim for.
+
+    **Raises:**
+
+    `TypeError` or `ValueError` for a block that is not a positive integer.
     """
 
     block_m: int = 1024
     block_k: int = 1024
     block_n: int = 512
+
+    def __post_init__(self):
+        TileConfig(self.block_m, self.block_k, self.block_n)
 
     def resolve(self, problem: MatmulProblem, device: str | None) -> Resolution:
         """As in [`pallas_ops.TileResolver`][]; never fails."""

@@ -265,6 +265,14 @@ def test_already_swapped_or_restored_does_not_warn():
         restore_linear(restore_linear(swap_linear(model)))
 
 
+def test_asking_something_of_layers_that_are_swapped_already_warns_and_changes_nothing():
+    model = swap_linear(eqx.nn.MLP(3, 3, 3, 1, key=KEY), implementation="xla")
+    with pytest.warns(UserWarning, match="are PallasLinear already.*restore_linear first"):
+        again = swap_linear(model, implementation="interpret")
+    assert eqx.tree_equal(model, again)
+    assert [layer.implementation for layer in again.layers] == ["xla", "xla"]
+
+
 def test_a_closure_is_out_of_reach_and_said_to_be():
     class Model(eqx.Module):
         run: Any

@@ -142,6 +142,40 @@ def test_platform_decides_when_the_program_is_lowered():
     assert "stablehlo.add" not in modules["cpu"]
 
 
+@pytest.mark.parametrize("rules", [None, "own"])
+def test_a_platform_that_nothing_runs_on_is_our_error_when_compiled(rules):
+    vjp = None if rules is None else (_forward, _backward)
+    operator = _operator(
+        implementations=[
+            po.Implementation("tpu", _scale, platforms=("tpu",)),
+            po.Implementation("gpu", _scale, platforms=("gpu",)),
+        ],
+        vjp=vjp,
+    )
+    gradient = jax.grad(lambda x, w: operator(x, w).sum(), (0, 1))
+    row = jax.vmap(lambda x: operator(x[None], WEIGHTS)[0])
+    tangent = jax.jit(lambda x: jax.linearize(lambda w: operator(x, w).sum(), WEIGHTS)[0])
+    calls = [operator, gradient, lambda x, _: row(x), lambda x, _: tangent(x)]
+    for call in calls[: 3 if vjp else 4]:
+        for form in (call, jax.jit(call)):
+            with pytest.raises(po.UnsupportedCallError) as error:
+                form(X, WEIGHTS)
+            assert "- tpu: runs on tpu, not on another platform" in str(error.value)
+            assert "- gpu: runs on cuda, rocm, not on another platform" in str(error.value)
+        # From the same machine, for the platform that there is an implementation for.
+        jax.export.export(jax.jit(call), platforms=["tpu", "cuda"])(X, WEIGHTS)
+    with jax.disable_jit(), pytest.raises(po.UnsupportedCallError):
+        operator(X, WEIGHTS)
+
+
+def test_numpy_arrays_are_arrays():
+    np.testing.assert_array_equal(
+        _operator()(np.asarray(X), weights=np.asarray(WEIGHTS)), X * WEIGHTS[None]
+    )
+    product = po.get_operator("matmul")(np.ones((2, 3), "float32"), np.ones((3, 4), "float32"))
+    np.testing.assert_array_equal(product, np.full((2, 4), 3.0))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

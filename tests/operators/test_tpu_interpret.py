@@ -50,3 +50,12 @@ def test_uninitialised_memory_past_the_edge_never_reaches_the_result():
             out = _product(jnp.ones((m, k), dtype), jnp.ones((k, n), dtype))
             expected = np.full((m, n), jnp.asarray(k, dtype))
             np.testing.assert_array_equal(np.asarray(out), expected)
+
+
+def test_the_implementation_alone_under_vmap():
+    alone = po.get_operator("matmul").implementations["tpu_interpret"]
+    xs = jax.random.normal(jax.random.key(0), (3, 9, 130))
+    y = jax.random.normal(jax.random.key(1), (130, 17))
+    np.testing.assert_allclose(
+        jax.vmap(lambda x: alone(x, y, tiles=TILES))(xs), xs @ y, rtol=1e-5, atol=1e-5
+    )
