@@ -15,9 +15,12 @@ from .operators import (
     UnsupportedCallError as UnsupportedCallError,
 )
 from .tiles import (
+    AutotuneResolver as AutotuneResolver,
+    CachedResolver as CachedResolver,
     Resolution as Resolution,
     StaticResolver as StaticResolver,
     TileConfig as TileConfig,
+    TileProblem as TileProblem,
     TileResolver as TileResolver,
 )
 

@@ -14,8 +14,9 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 # Each room, and the rooms of the package that it may import.
 ALLOWED = {
     "_hardware": set(),
+    "_private": set(),
     "kernels": set(),
-    "tiles": {"_hardware", "kernels"},
+    "tiles": {"_hardware", "_private", "kernels"},
     "compiler": {"_hardware", "kernels"},
     "operators": {"_hardware", "kernels", "tiles"},
     "nn": {"operators", "tiles"},
@@ -55,4 +56,6 @@ def test_a_room_imports_only_lower_rooms(module):
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_no_private_jax(module):
+    if module.name == "_private.py":  # the one place; `test_private.py` holds what it takes
+        return
     assert not [name for name in _imports(module) if name.startswith(("jax._src", "jaxlib"))]

@@ -1,6 +1,7 @@
 from ._pallas import (
     is_matrix_vector as is_matrix_vector,
     kernel_precision as kernel_precision,
+    KERNEL_VERSION as KERNEL_VERSION,
     pallas_matmul as pallas_matmul,
 )
 from ._problem import (
@@ -8,5 +9,5 @@ from ._problem import (
     problem_of as problem_of,
     promoted_dtype as promoted_dtype,
 )
-from ._tpu_interpret import tpu_interpret_matmul as tpu_interpret_matmul
+from ._run import run_kernel as run_kernel
 from ._xla import xla_matmul as xla_matmul

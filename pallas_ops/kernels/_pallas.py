@@ -13,6 +13,9 @@ from jax.experimental.pallas import tpu as pltpu
 from ._problem import MatmulProblem
 
 
+KERNEL_VERSION = 1
+"""Part of the key of stored tiles: raise it whenever another tile may have become the best."""
+
 # Highest precision splits each float32 operand into three bfloat16 pieces in the MXU. Products of
 # two bfloat16 numbers are exact in float32 already, and Mosaic refuses any other precision there.
 _ONE_PASS_DTYPES = frozenset({jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.int8)})

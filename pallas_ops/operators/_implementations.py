@@ -1,5 +1,6 @@
 """The implementations of `matmul`, from a call's keywords to a kernel with its tile."""
 
+import functools
 from typing import Any
 
 import jax
@@ -7,14 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._hardware import find_generation
-from ..kernels import (
-    MatmulProblem,
-    pallas_matmul,
-    problem_of,
-    tpu_interpret_matmul,
-    xla_matmul,
-)
-from ..tiles import as_tile_choice, resolve_tile, Tiles
+from ..kernels import MatmulProblem, problem_of, run_kernel, xla_matmul
+from ..tiles import as_tile_choice, Resolution, resolve_tile, TileProblem, Tiles
 from ._derivatives import lhs_cotangent, rhs_cotangent
 from ._precision import resolve_precision
 from ._registry import Implementation
@@ -35,8 +30,9 @@ def _problem(
     precision: Any = None,
     tiles: Tiles = None,
     device: str | None = None,
+    can_be_timed: bool = False,
 ) -> MatmulProblem:
-    """The problem that one call to an implementation poses; `tiles` and `device` are no part."""
+    """The problem that one call to an implementation poses; how it is run is no part of it."""
     return problem_of(
         lhs,
         rhs,
@@ -48,31 +44,29 @@ def _problem(
     )
 
 
-def _blocks(problem: MatmulProblem, call: dict[str, Any]) -> tuple[int, int, int]:
-    choice = as_tile_choice(call.get("tiles"))
-    return resolve_tile(problem, choice, call.get("device")).tile.blocks
+def _resolve(problem: MatmulProblem, implementation: str, call: dict[str, Any]) -> Resolution:
+    asked = TileProblem(
+        problem,
+        device=call.get("device"),
+        implementation=implementation,
+        can_be_timed=call.get("can_be_timed", False),
+    )
+    return resolve_tile(asked, as_tile_choice(call.get("tiles")))
 
 
-def _kernel(lhs: jax.Array, rhs: jax.Array, call: dict[str, Any], interpret: bool) -> jax.Array:
+def _kernel(lhs: jax.Array, rhs: jax.Array, *, implementation: str, **call: Any) -> jax.Array:
     problem = _problem(lhs, rhs, **call)
     if problem.is_empty:
         return jnp.zeros(problem.out_shape, problem.out_dtype)
-    return pallas_matmul(problem, *_blocks(problem, call), interpret=interpret)(lhs, rhs)
-
-
-def _mosaic(lhs: jax.Array, rhs: jax.Array, **call: Any) -> jax.Array:
-    return _kernel(lhs, rhs, call, interpret=False)
-
-
-def _interpret(lhs: jax.Array, rhs: jax.Array, **call: Any) -> jax.Array:
-    return _kernel(lhs, rhs, call, interpret=True)
-
-
-def _tpu_interpret(lhs: jax.Array, rhs: jax.Array, **call: Any) -> jax.Array:
-    problem = _problem(lhs, rhs, **call)
-    if problem.is_empty:
-        return jnp.zeros(problem.out_shape, problem.out_dtype)
-    return tpu_interpret_matmul(problem, _blocks(problem, call), lhs, rhs)
+    resolution = _resolve(problem, implementation, call)
+    return run_kernel(
+        problem,
+        resolution.tile.blocks,
+        lhs,
+        rhs,
+        implementation=implementation,
+        vmem_limit_bytes=resolution.vmem_limit_bytes,
+    )
 
 
 def _xla(lhs: jax.Array, rhs: jax.Array, **call: Any) -> jax.Array:
@@ -81,7 +75,7 @@ def _xla(lhs: jax.Array, rhs: jax.Array, **call: Any) -> jax.Array:
     named = choice is not None and choice.forward is not None
     if named and not problem.is_empty and problem.why_not_in_kernel() is None:
         # XLA has no use for a tile, but a test on a CPU should meet what a TPU would refuse.
-        resolve_tile(problem, choice, call.get("device"))
+        _resolve(problem, "xla", call)
     return xla_matmul(problem, lhs, rhs)
 
 
@@ -96,11 +90,16 @@ def _kernel_supports(lhs: Any, rhs: Any, **call: Any) -> str | None:
     return f"the MXU of a TPU {generation.name} has no int8 products"
 
 
+def _kernel_implementation(name: str, platforms: tuple[str, ...] | None = None) -> Implementation:
+    function = functools.partial(_kernel, implementation=name)
+    return Implementation(name, function, _kernel_supports, platforms)
+
+
 IMPLEMENTATIONS = (
-    Implementation("mosaic", _mosaic, _kernel_supports, platforms=("tpu",)),
+    _kernel_implementation("mosaic", platforms=("tpu",)),
     Implementation("xla", _xla),
-    Implementation("interpret", _interpret, _kernel_supports),
-    Implementation("tpu_interpret", _tpu_interpret, _kernel_supports),
+    _kernel_implementation("interpret"),
+    _kernel_implementation("tpu_interpret"),
 )
 
 
@@ -116,7 +115,7 @@ def _bwd(residuals, cotangent, *, implementation: Implementation, **call):
         transpose_rhs=call.pop("transpose_rhs", False),
         tiles=as_tile_choice(call.pop("tiles", None)),
     )
-    kept = {name: call[name] for name in ("precision", "device") if name in call}
+    kept = {name: call[name] for name in ("precision", "device", "can_be_timed") if name in call}
 
     def product(lhs, rhs, **layout):
         return implementation(lhs, rhs, **layout, **kept)

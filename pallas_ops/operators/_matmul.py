@@ -10,7 +10,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Num, Shaped
 
 from ..kernels import promoted_dtype
-from ..tiles import as_tile_choice, Tiles
+from ..tiles import as_tile_choice, environment_resolver, Tiles
 from ._implementations import DERIVATIVES, IMPLEMENTATIONS
 from ._options import ambient_options, CallOptions
 from ._precision import resolve_precision
@@ -52,7 +52,8 @@ def matmul(
         `jax.config.jax_default_matmul_precision`. Dot algorithms are not taken.
     - `tiles`: a [`pallas_ops.TileConfig`][] for the forward product; a mapping from any of
         `"forward"`, `"lhs_cotangent"` and `"rhs_cotangent"` to one; or a
-        [`pallas_ops.TileResolver`][]. `None` is a choice by shape.
+        [`pallas_ops.TileResolver`][]. `None` is what the environment variable `PALLAS_OPS_TILES`
+        names, else [`pallas_ops.CachedResolver`][].
     - `implementation`: `"mosaic"`, `"interpret"`, `"tpu_interpret"` or `"xla"`. `None` is the
         kernel on a TPU, for the dtypes that it has, and XLA's matmul everywhere else.
 
@@ -89,6 +90,7 @@ def matmul(
     lhs, rhs = with_leading_ones(lhs, rank - lhs.ndim), with_leading_ones(rhs, rank - rhs.ndim)
 
     call = CallOptions(implementation, as_tile_choice(tiles)).or_else(ambient_options())
+    call = call.or_else(CallOptions(tiles=as_tile_choice(environment_resolver())))
     layout = dict(transpose_lhs=transpose_lhs, transpose_rhs=transpose_rhs)
     precision = resolve_precision(precision)
     if call.implementation is not None:

@@ -21,6 +21,8 @@ class CallOptions:
     def or_else(self, other: "CallOptions") -> "CallOptions":
         """These options, and those of `other` where these are silent."""
         own = {name: value for name, value in vars(self).items() if value is not None}
+        if self.tiles is not None and other.tiles is not None:
+            own["tiles"] = self.tiles.or_else(other.tiles)
         return dataclasses.replace(other, **own)
 
 

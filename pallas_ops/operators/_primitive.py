@@ -191,6 +191,12 @@ def _device_kind(ctx: mlir.LoweringRuleContext) -> str | None:
     return backend.devices()[0].device_kind
 
 
+def _runs_here(ctx: mlir.LoweringRuleContext) -> bool:
+    """Whether the program is for devices of this process, and not exported or only compiled."""
+    backend = ctx.module_context.get_backend(optional=True)
+    return backend is not None and backend.devices()[0] in jax.devices()
+
+
 def _automatic_devices(ctx: mlir.LoweringRuleContext) -> int:
     """Over how many devices XLA partitions this program by itself; 1 inside a `shard_map`."""
     context = ctx.module_context.axis_context
@@ -214,6 +220,7 @@ def _lower(ctx, lhs, rhs, *, platform: str | None, **params):
         precision=problem.precision,
         tiles=params["tiles"],
         device=device,
+        can_be_timed=_runs_here(ctx),
     )
     implementation = operator.select(ctx.avals_in, call, name=name, platform=platform)
     if implementation.platforms is not None and platform not in implementation.platforms:

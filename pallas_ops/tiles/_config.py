@@ -40,12 +40,13 @@ class TileConfig:
     block_n: int | np.integer
 
     def __post_init__(self):
-        for name, value in dataclasses.asdict(self).items():
+        for name, value in list(vars(self).items()):
             if isinstance(value, bool) or not isinstance(value, int | np.integer):
                 raise TypeError(f"TileConfig.{name} must be an integer, got {value!r}.")
             if value < 1:
                 raise ValueError(f"TileConfig.{name} must be positive, got {value!r}.")
-            object.__setattr__(self, name, int(value))
+            if type(value) is not int:
+                object.__setattr__(self, name, int(value))
 
     @property
     def blocks(self) -> tuple[int, int, int]:

@@ -1,36 +1,46 @@
 """From what a call says to the tile that runs."""
 
-from ..kernels import MatmulProblem
-from ._config import TileConfig, why_illegal
+import dataclasses
+import functools
+
+from ._cached import DEFAULT_RESOLVER
+from ._config import TileConfig
+from ._legal import check_tile, vmem_limit_bytes
+from ._problem import TileProblem
 from ._resolver import Resolution, TileChoice
-from ._static import StaticResolver
 
 
-def resolve_tile(
-    problem: MatmulProblem, choice: TileChoice | None, device: str | None
-) -> Resolution:
-    """The tile for `problem`, checked.
+# The check takes longer than a resolver that knows its answer.
+@functools.lru_cache(maxsize=1024)
+def _checked_limit(problem: TileProblem, tile: TileConfig, named_by: str) -> int | None:
+    check_tile(problem, tile, named_by)
+    return vmem_limit_bytes(problem, tile)
+
+
+def resolve_tile(problem: TileProblem, choice: TileChoice | None) -> Resolution:
+    """The tile for `problem`, cut to its axes and checked, with the VMEM limit that it needs.
 
     **Raises:**
 
-    `ValueError` where the named tile, or the resolver's, is none that a TPU takes.
+    `ValueError` where the named tile, or the resolver's, is none that a TPU takes; `TypeError`
+    where a resolver returns no [`pallas_ops.Resolution`][].
     """
     choice = TileChoice() if choice is None else choice
     if choice.forward is not None:
-        resolution = Resolution(choice.forward, "named by the call")
+        resolution = Resolution(choice.forward, "call", reason="named by the call")
     else:
-        resolver = StaticResolver() if choice.resolver is None else choice.resolver
-        resolution = resolver.resolve(problem, device)
+        resolver = DEFAULT_RESOLVER if choice.resolver is None else choice.resolver
+        resolution = resolver.resolve(problem)
         if not (isinstance(resolution, Resolution) and isinstance(resolution.tile, TileConfig)):
             raise TypeError(
-                f"matmul: the tile resolver {resolver!r} returned {resolution!r}, expected a "
-                f"pallas_ops.Resolution(tile=TileConfig(...), source='...')."
+                f"{problem.operator}: the tile resolver {resolver!r} returned {resolution!r}, "
+                f"expected a pallas_ops.Resolution(tile=TileConfig(...), source='...')."
             )
-    tile = resolution.tile.clipped_to(problem)
-    reason = why_illegal(problem, tile)
-    if reason is not None:
-        raise ValueError(
-            f"matmul: {resolution.tile} ({resolution.source}) is not a tile that a TPU takes for "
-            f"{problem.describe()}: {reason}. Name other blocks, or leave `tiles` out."
-        )
-    return Resolution(tile, resolution.source)
+    tile = resolution.tile.clipped_to(problem.matmul)
+    needed = _checked_limit(problem, tile, resolution.reason or resolution.source)
+    limit = resolution.vmem_limit_bytes
+    return dataclasses.replace(
+        resolution,
+        tile=tile,
+        vmem_limit_bytes=needed if limit is None else limit,
+    )

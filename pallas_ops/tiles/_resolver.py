@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
-from ..kernels import MatmulProblem
 from ._config import TileConfig
+from ._problem import TileProblem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,29 +15,37 @@ class Resolution:
     **Arguments:**
 
     - `tile`: the blocks.
-    - `source`: where they come from, in words: `"named by the call"`, `"static estimate"`.
+    - `source`: where they come from, in a word or two: `"call"`, `"static"`, `"store"`, `"table"`,
+        `"autotune"`, `"estimate"`.
+    - `vmem_limit_bytes`: the scoped VMEM limit to compile the kernel with, in bytes; `None` is the
+        compiler's default, or what the tile needs beyond it.
+    - `reason`: the same at length, for people.
     """
 
     tile: TileConfig
     source: str
+    vmem_limit_bytes: int | None = None
+    reason: str = ""
 
 
 @runtime_checkable
 class TileResolver(Protocol):
     """Anything that chooses tiles. It must be hashable: it becomes part of `jax.jit`'s key."""
 
-    def resolve(self, problem: MatmulProblem, device: str | None) -> Resolution:
+    def resolve(self, problem: TileProblem) -> Resolution:
         """Chooses the tile for one problem.
+
+        It is called when a program is lowered, once for each product in it, and may then compile
+        and run other programs on arrays of its own.
 
         **Arguments:**
 
-        - `problem`: the shapes, dtypes and layout, final: batch axes are folded by now.
-        - `device`: a device kind such as `"TPU v5 lite"`, or a generation such as `"v5e"`; `None`
-            where it is not known, and then the tile must suit every generation.
+        - `problem`: a [`pallas_ops.TileProblem`][].
 
         **Returns:**
 
-        A [`pallas_ops.Resolution`][].
+        A [`pallas_ops.Resolution`][]. Blocks that are larger than their axis are cut down to it; a
+        tile that no TPU takes is an error.
         """
         ...
 
@@ -62,6 +70,16 @@ class TileChoice:
     lhs_cotangent: TileConfig | None = None
     rhs_cotangent: TileConfig | None = None
     resolver: TileResolver | None = None
+
+    def or_else(self, other: "TileChoice") -> "TileChoice":
+        """This choice, and what `other` says of that which this one leaves open.
+
+        A resolver leaves nothing open.
+        """
+        if self.resolver is not None:
+            return self
+        own = {name: value for name, value in vars(self).items() if value is not None}
+        return dataclasses.replace(other, **own)
 
     def of_lhs_cotangent(self) -> "TileChoice":
         """The choice for the product that is the gradient of lhs."""

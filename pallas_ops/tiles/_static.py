@@ -1,60 +1,107 @@
-"""`StaticResolver`: a sensible tile from the shape alone."""
+"""`StaticResolver`: tiles that are said beforehand, or a sensible one from the shape alone."""
 
 import dataclasses
-import math
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from ..kernels import MatmulProblem
-from ._config import block_granules, TileConfig
+from ._config import TileConfig
+from ._legal import shrink_to_fit
+from ._problem import TileProblem
 from ._resolver import Resolution
-from ._vmem import estimate_vmem_bytes, vmem_budget_bytes
+from ._vmem import vmem_budget_bytes
 
 
-def _balanced_block(size: int, target: int, granule: int) -> int:
-    """The block that cuts an axis into the fewest steps of at most `target`, evenly.
+# Near the best on a v5e that the default VMEM limit has room for, by the published timings that
+# the design cites; smaller where VMEM is short.
+_TARGETS = (1024, 1024, 512)
 
-    1536 at a target of 1024 becomes twice 768, and not 1024 and a half-empty block.
-    """
-    if size <= target:
-        return size
-    steps = math.ceil(size / target)
-    block = math.ceil(math.ceil(size / steps) / granule) * granule
-    return min(block, size)
+
+@functools.lru_cache(maxsize=1024)
+def estimated_tile(problem: TileProblem) -> TileConfig:
+    """Even blocks near 1024 x 1024 x 512, within the default VMEM limit."""
+    return shrink_to_fit(problem.matmul, _TARGETS, vmem_budget_bytes(problem.device))
+
+
+def _freeze(tiles: Any) -> Any:
+    if tiles is None or isinstance(tiles, TileConfig):
+        return tiles
+    if isinstance(tiles, Mapping):
+        for key, tile in tiles.items():
+            is_sizes = (
+                isinstance(key, tuple)
+                and len(key) == 3
+                and all(isinstance(size, int) and size > 0 for size in key)
+            )
+            if not (is_sizes or isinstance(key, TileProblem)):
+                raise TypeError(
+                    f"StaticResolver: a key of the mapping is (m, k, n) or a TileProblem, got "
+                    f"{key!r}."
+                )
+            if not isinstance(tile, TileConfig):
+                raise TypeError(
+                    f"StaticResolver: the mapping's value for {key!r} is no TileConfig: {tile!r}."
+                )
+        return frozenset(tiles.items())
+    if callable(tiles) and not isinstance(tiles, type):
+        return tiles
+    raise TypeError(
+        f"StaticResolver takes a TileConfig, a mapping from (m, k, n) to TileConfig, a function "
+        f"from a TileProblem to TileConfig or None, or nothing; got {tiles!r}."
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class StaticResolver:
-    """Cuts each axis evenly into blocks near 1024 x 1024 x 512, smaller where VMEM is short.
+    """Tiles that are said beforehand: no file is read and nothing is measured.
 
-    It depends on nothing but the problem and the device: no file is read and nothing is measured.
+    ```python
+    tile = pallas_ops.TileConfig(512, 1024, 1024)
+    resolver = pallas_ops.StaticResolver({(2048, 4096, 4096): tile})
+    with pallas_ops.options(tiles=resolver):
+        loss, gradients = step(model, x, y)
+    ```
 
     **Arguments:**
 
-    - `block_m`, `block_k`, `block_n`: the blocks to aim for.
+    - `tiles`: one [`pallas_ops.TileConfig`][] for every problem; a mapping to one from `(m, k, n)`
+        or from a [`pallas_ops.TileProblem`][]; or a hashable function from a
+        [`pallas_ops.TileProblem`][] to one, or to `None`. What it leaves open, and all of it where
+        it is left out, is cut evenly into blocks near 1024 x 1024 x 512, smaller where VMEM is
+        short.
 
     **Raises:**
 
-    `TypeError` or `ValueError` for a block that is not a positive integer.
+    `TypeError` for anything else.
     """
 
-    block_m: int = 1024
-    block_k: int = 1024
-    block_n: int = 512
+    tiles: TileConfig | Mapping | Callable[[TileProblem], TileConfig | None] | None = None
 
     def __post_init__(self):
-        TileConfig(self.block_m, self.block_k, self.block_n)
+        object.__setattr__(self, "tiles", _freeze(self.tiles))
 
-    def resolve(self, problem: MatmulProblem, device: str | None) -> Resolution:
-        """As in [`pallas_ops.TileResolver`][]; never fails."""
-        sizes = (problem.m, problem.k, problem.n)
-        granules = block_granules(problem)
-        budget = vmem_budget_bytes(device)
-        targets = [self.block_m, self.block_k, self.block_n]
-        while True:
-            blocks = map(_balanced_block, sizes, targets, granules)
-            tile = TileConfig(*blocks)
-            if estimate_vmem_bytes(problem, tile) <= budget:
-                return Resolution(tile, "static estimate")
-            # The longest block is halved, k first among equals: it costs least reuse of operands.
-            shrinkable = [axis for axis in (1, 0, 2) if targets[axis] > granules[axis]]
-            longest = max(shrinkable, key=lambda axis: min(targets[axis], sizes[axis]))
-            targets[longest] = max(targets[longest] // 2, granules[longest])
+    def _said(self, problem: TileProblem) -> TileConfig | None:
+        tiles: Any = self.tiles
+        if isinstance(tiles, frozenset):
+            said = dict(tiles)
+            return said.get(problem) or said.get((problem.m, problem.k, problem.n))
+        if callable(tiles):
+            tile = tiles(problem)
+            if tile is not None and not isinstance(tile, TileConfig):
+                raise TypeError(
+                    f"StaticResolver: {tiles!r} must return a TileConfig or None, and "
+                    f"returned {tile!r} for {problem.describe()}."
+                )
+            return tile
+        return tiles
+
+    def resolve(self, problem: TileProblem) -> Resolution:
+        """As in [`pallas_ops.TileResolver`][]."""
+        tile = self._said(problem)
+        if tile is not None:
+            return Resolution(tile, "static", reason="said to StaticResolver")
+        return Resolution(
+            estimated_tile(problem),
+            "estimate",
+            reason="even blocks near 1024 x 1024 x 512 that fit the default VMEM limit",
+        )

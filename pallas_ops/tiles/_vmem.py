@@ -60,10 +60,14 @@ def estimate_vmem_bytes(problem: MatmulProblem, tile: TileConfig) -> int:
     return 2 * blocks + accumulator + copies
 
 
-def vmem_budget_bytes(device: str | None) -> int:
-    """What `estimate_vmem_bytes` may reach on `device`; on an unknown one, on any generation."""
+def scoped_vmem_limit_bytes(device: str | None) -> int:
+    """The compiler's default limit on the VMEM of one kernel; on an unknown device, the least."""
     generation = find_generation(device)
-    limit = SMALLEST_SCOPED_VMEM_LIMIT_BYTES
-    if generation is not None:
-        limit = generation.scoped_vmem_limit_bytes
-    return limit - COMPILER_MARGIN_BYTES
+    if generation is None:
+        return SMALLEST_SCOPED_VMEM_LIMIT_BYTES
+    return generation.scoped_vmem_limit_bytes
+
+
+def vmem_budget_bytes(device: str | None) -> int:
+    """What `estimate_vmem_bytes` may reach on `device` within the default limit."""
+    return scoped_vmem_limit_bytes(device) - COMPILER_MARGIN_BYTES

@@ -1,22 +1,10 @@
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import pallas_ops as po
 from pallas_ops.tiles import block_granules, why_illegal
 
-
-def problem(m, k, n, dtype="float32", out=None, layout="NN"):
-    transpose_lhs, transpose_rhs = layout[0] == "T", layout[1] == "T"
-    return po.MatmulProblem(
-        lhs_shape=(k, m) if transpose_lhs else (m, k),
-        rhs_shape=(n, k) if transpose_rhs else (k, n),
-        lhs_dtype=jnp.dtype(dtype),
-        rhs_dtype=jnp.dtype(dtype),
-        out_dtype=jnp.dtype(out or dtype),
-        transpose_lhs=transpose_lhs,
-        transpose_rhs=transpose_rhs,
-    )
+from .tools import matmul_problem
 
 
 @pytest.mark.parametrize("block", [0, -8])
@@ -50,11 +38,11 @@ def test_numpy_integers_are_taken_and_equal_python_ones():
     ],
 )
 def test_granules(dtype, out, layout, granules):
-    assert block_granules(problem(999, 999, 999, dtype, out, layout)) == granules
+    assert block_granules(matmul_problem(999, 999, 999, dtype, out=out, layout=layout)) == granules
 
 
 def test_a_block_is_a_multiple_or_the_whole_axis():
-    p = problem(100, 300, 300)
+    p = matmul_problem(100, 300, 300)
     assert why_illegal(p, po.TileConfig(8, 128, 128)) is None
     assert why_illegal(p, po.TileConfig(100, 300, 300)) is None
     reason = why_illegal(p, po.TileConfig(9, 100, 300))
@@ -64,5 +52,5 @@ def test_a_block_is_a_multiple_or_the_whole_axis():
 
 
 def test_larger_blocks_are_cut_to_the_axis():
-    p = problem(100, 300, 50)
+    p = matmul_problem(100, 300, 50)
     assert po.TileConfig(512, 128, 512).clipped_to(p) == po.TileConfig(100, 128, 50)

@@ -18,6 +18,8 @@ from pallas_ops.tiles import (
     why_illegal,
 )
 
+from .tools import matmul_problem, tile_problem
+
 
 SIZES = st.integers(1, 20_000)
 DEVICES = st.sampled_from([None, "v4", "v5e", "TPU v5 lite", "TPU v5", "v6e", "TPU7x", "TPU v99"])
@@ -34,7 +36,7 @@ DTYPES = st.sampled_from(
 
 @given(
     sizes=st.tuples(SIZES, SIZES, SIZES),
-    layout=st.tuples(st.booleans(), st.booleans()),
+    layout=st.sampled_from(["NN", "NT", "TN", "TT"]),
     dtypes=DTYPES,
     precision=st.sampled_from(list(lax.Precision)),
     device=DEVICES,
@@ -42,23 +44,17 @@ DTYPES = st.sampled_from(
 @settings(max_examples=300, deadline=None)
 def test_the_static_tile_is_legal_and_within_the_budget(sizes, layout, dtypes, precision, device):
     m, k, n = sizes
-    lhs, rhs, out = map(jnp.dtype, dtypes)
-    problem = po.MatmulProblem(
-        lhs_shape=(k, m) if layout[0] else (m, k),
-        rhs_shape=(n, k) if layout[1] else (k, n),
-        lhs_dtype=lhs,
-        rhs_dtype=rhs,
-        out_dtype=out,
-        transpose_lhs=layout[0],
-        transpose_rhs=layout[1],
-        precision=precision,
-    )
-    resolution = po.StaticResolver().resolve(problem, device)
+    lhs, rhs, out = dtypes
+    problem = matmul_problem(m, k, n, lhs, rhs, out, layout, precision=precision)
+    asked = po.TileProblem(problem, device=device)
+    resolution = po.StaticResolver().resolve(asked)
     tile = resolution.tile
     assert why_illegal(problem, tile) is None
     assert estimate_vmem_bytes(problem, tile) <= vmem_budget_bytes(device)
-    assert resolution.source == "static estimate"
-    assert resolution == po.StaticResolver().resolve(problem, device)
+    # The default limit is enough for it, also where the device is unknown.
+    assert resolve_tile(asked, TileChoice(resolver=po.StaticResolver())).vmem_limit_bytes is None
+    assert resolution.source == "estimate"
+    assert resolution == po.StaticResolver().resolve(asked)
     # No block is so uneven that a whole granule of every step is wasted.
     for size, block, granule in zip(sizes, tile.blocks, block_granules(problem), strict=True):
         steps = -(-size // block)
@@ -75,19 +71,13 @@ def test_the_static_tile_is_legal_and_within_the_budget(sizes, layout, dtypes, p
 )
 def test_static_tiles_by_hand(mkn, blocks):
     m, k, n = mkn
-    bf16 = jnp.dtype(jnp.bfloat16)
-    problem = po.MatmulProblem((m, k), (k, n), bf16, bf16, bf16)
-    assert po.StaticResolver().resolve(problem, "v5e").tile.blocks == blocks
-
-
-def _float32_problem(m=300, k=300, n=300):
-    f32 = jnp.dtype(jnp.float32)
-    return po.MatmulProblem((m, k), (k, n), f32, f32, f32)
+    problem = po.TileProblem(matmul_problem(m, k, n, "bfloat16"), device="v5e")
+    assert po.StaticResolver().resolve(problem).tile.blocks == blocks
 
 
 def test_an_illegal_tile_is_named_with_its_source():
     with pytest.raises(ValueError, match=r"named by the call.*block_m=9 is neither"):
-        resolve_tile(_float32_problem(), TileChoice(forward=po.TileConfig(9, 128, 128)), None)
+        resolve_tile(tile_problem(300, 300, 300), TileChoice(forward=po.TileConfig(9, 128, 128)))
 
 
 @pytest.mark.parametrize(
@@ -108,8 +98,8 @@ def test_a_resolver_must_be_hashable():
     class Unhashable:
         __hash__ = None
 
-        def resolve(self, problem, device):
-            return po.StaticResolver().resolve(problem, device)
+        def resolve(self, problem):
+            return po.StaticResolver().resolve(problem)
 
     with pytest.raises(TypeError, match="must be hashable"):
         as_tile_choice(Unhashable())
@@ -122,9 +112,9 @@ class Recording:
     asked: list = dataclasses.field(default_factory=list, compare=False)
     name: str = ""
 
-    def resolve(self, problem, device):
-        self.asked.append((problem, device))
-        return po.StaticResolver().resolve(problem, device)
+    def resolve(self, problem):
+        self.asked.append(problem)
+        return po.StaticResolver().resolve(problem)
 
 
 def test_a_resolver_is_asked_once_for_each_product_in_its_final_shape():
@@ -139,7 +129,7 @@ def test_a_resolver_is_asked_once_for_each_product_in_its_final_shape():
         return (jax.vmap(row)(x) ** 2).sum()
 
     jax.jit(jax.grad(loss, (0, 1)))(x, w)
-    asked = {(p.layout, p.m, p.k, p.n) for p, _ in resolver.asked}
+    asked = {(p.layout, p.m, p.k, p.n) for p in resolver.asked}
     assert asked == {("NT", 15, 7, 4), ("NN", 15, 4, 7), ("TN", 4, 15, 7)}
     assert len(resolver.asked) == 3
 
@@ -179,7 +169,7 @@ def test_an_illegal_tile_is_refused_where_xla_computes_too():
 class Wrong:
     answer: object
 
-    def resolve(self, problem, device):
+    def resolve(self, problem):
         return self.answer
 
 
@@ -210,20 +200,92 @@ MIB = 1024 * 1024
     ],
 )
 def test_vmem_by_hand(dtypes, precision, layout, k, mib):
-    lhs, rhs, out = map(jnp.dtype, dtypes.split())
-    problem = po.MatmulProblem(
-        (k, 4096) if layout == "TN" else (4096, k),
-        (k, 4096),
-        lhs,
-        rhs,
-        out,
-        transpose_lhs=layout == "TN",
-        precision=lax.Precision(precision),
-    )
+    precision = lax.Precision(precision)
+    problem = matmul_problem(4096, k, 4096, *dtypes.split(), layout, precision=precision)
     assert estimate_vmem_bytes(problem, po.TileConfig(1024, 1024, 512)) == mib * MIB
 
 
 def test_cost_of_a_problem():
-    problem = _float32_problem(2, 3, 5)
+    problem = matmul_problem(2, 3, 5)
     assert problem.flops == 2 * 2 * 3 * 5
     assert problem.bytes_accessed == 4 * (2 * 3 + 3 * 5 + 2 * 5)
+
+
+TILE = po.TileConfig(8, 128, 128)
+OTHER = po.TileConfig(16, 128, 128)
+
+
+def _by_rows(problem):
+    return TILE if problem.m == 300 else None
+
+
+@pytest.mark.parametrize(
+    "tiles",
+    [
+        TILE,
+        {(300, 300, 300): TILE},
+        # What is said of the problem itself goes before what is said of its sizes.
+        {(300, 300, 300): OTHER, tile_problem(300, 300, 300): TILE},
+        _by_rows,
+    ],
+    ids=["tile", "sizes", "problem", "function"],
+)
+def test_what_was_said_to_a_static_resolver(tiles):
+    resolver = po.StaticResolver(tiles)
+    assert hash(resolver) == hash(po.StaticResolver(tiles))
+    assert resolver == po.StaticResolver(tiles)
+    resolution = resolver.resolve(tile_problem(300, 300, 300))
+    assert (resolution.tile, resolution.source) == (TILE, "static")
+    if tiles is not TILE:
+        other = tile_problem(301, 300, 300)
+        assert resolver.resolve(other) == po.StaticResolver().resolve(other)
+
+
+def test_a_collected_problem_is_a_key_for_a_static_resolver():
+    """Whether a program can be timed here is no part of what a person says about a problem."""
+    x = jax.ShapeDtypeStruct((300, 300), jnp.float32)
+    (collected,) = po.tiles.collect(po.matmul, x, x, implementation="interpret")
+    resolver = po.StaticResolver({collected: TILE})
+    assert resolver.resolve(tile_problem(300, 300, 300)).source == "static"
+    x = jnp.ones((300, 300))
+    text = (
+        jax.jit(lambda x: po.matmul(x, x, tiles=resolver, implementation="interpret"))
+        .lower(x)
+        .as_text()
+    )
+    named = jax.jit(lambda x: po.matmul(x, x, tiles=TILE, implementation="interpret"))
+    assert text == named.lower(x).as_text()
+
+
+@pytest.mark.parametrize(
+    ("tiles", "message"),
+    [
+        (po.TileConfig, "or nothing; got"),
+        ({(8, 128): TILE}, "a key of the mapping is"),
+        ({(8, 128, 0): TILE}, "a key of the mapping is"),
+        ({(8, 128, 128): (8, 128, 128)}, "is no TileConfig"),
+    ],
+)
+def test_what_a_static_resolver_does_not_take(tiles, message):
+    with pytest.raises(TypeError, match=message):
+        po.StaticResolver(tiles)
+
+
+def test_a_static_function_that_returns_something_else_is_named():
+    resolver = po.StaticResolver(lambda problem: (8, 128, 128))
+    with pytest.raises(TypeError, match="must return a TileConfig or None"):
+        resolver.resolve(tile_problem(300, 300, 300))
+
+
+def test_an_illegal_tile_of_a_resolver_is_refused_with_what_it_is():
+    with pytest.raises(ValueError, match=r"said to StaticResolver.*block_m=9 is neither"):
+        resolve_tile(
+            tile_problem(300, 300, 300),
+            TileChoice(resolver=po.StaticResolver(po.TileConfig(9, 128, 128))),
+        )
+
+
+def test_device_kinds_become_generations():
+    names = {"TPU v5 lite": "v5e", "TPU v6e": "v6e", "TPU7x": "tpu7x", "TPU v99": "TPU v99"}
+    for kind, name in names.items():
+        assert tile_problem(8, 8, 8, device=kind).device == name

@@ -1,0 +1,87 @@
+"""From sizes on a command line to the problems that a program with them would pose."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from .._hardware import find_generation, known_generation
+from ..operators import matmul, options
+from ..tiles import collect, TileProblem
+
+
+PRODUCTS = ("forward", "lhs_cotangent", "rhs_cotangent")
+
+
+def device_name(device: str | None, platform: str) -> str | None:
+    """The TPU that is meant: the one that is named, else the one that is here, else any.
+
+    **Raises:**
+
+    `ValueError` for a name that is none, or where another TPU is here than the one named and the
+    kernel is to run.
+    """
+    if device is not None:
+        return known_generation(device).name
+    if platform != "tpu":
+        return None
+    kind = jax.devices()[0].device_kind
+    generation = find_generation(kind)
+    return kind if generation is None else generation.name
+
+
+def make_problem(
+    product: str,
+    m: int,
+    k: int,
+    n: int,
+    *,
+    dtype: str,
+    out_dtype: str | None,
+    layout: str,
+    precision: str,
+    device: str | None,
+    implementation: str,
+) -> TileProblem:
+    """The problem of a product with these sizes, or of one of its two gradients.
+
+    It is read from a traced program, so that it is the one which that program would ask for.
+
+    **Arguments:**
+
+    - `product`: one of `PRODUCTS`.
+    - `m`, `k`, `n`: the sizes of the forward product.
+    - `device`: a generation, the kind of a TPU that is not known here, or `None`.
+
+    **Raises:**
+
+    `ValueError`, `TypeError` or [`pallas_ops.UnsupportedCallError`][] for what the kernel does not
+    have.
+    """
+    transpose_lhs, transpose_rhs = (letter == "T" for letter in layout.upper())
+    lhs = jax.ShapeDtypeStruct((k, m) if transpose_lhs else (m, k), jnp.dtype(dtype))
+    rhs = jax.ShapeDtypeStruct((n, k) if transpose_rhs else (k, n), jnp.dtype(dtype))
+    out = jax.ShapeDtypeStruct((m, n), jnp.dtype(out_dtype or dtype))
+    if product != "forward" and jnp.issubdtype(lhs.dtype, jnp.integer):
+        raise ValueError(f"a product of {dtype} has no gradients, and {product!r} was asked for.")
+    forward = functools.partial(
+        matmul,
+        transpose_lhs=transpose_lhs,
+        transpose_rhs=transpose_rhs,
+        preferred_element_type=out.dtype,
+        precision=precision,
+    )
+
+    def gradient_of_lhs(lhs, rhs, cotangent):
+        return jax.linear_transpose(lambda lhs: forward(lhs, rhs), lhs)(cotangent)
+
+    def gradient_of_rhs(lhs, rhs, cotangent):
+        return jax.linear_transpose(lambda rhs: forward(lhs, rhs), rhs)(cotangent)
+
+    functions = (lambda lhs, rhs, _: forward(lhs, rhs), gradient_of_lhs, gradient_of_rhs)
+    function = dict(zip(PRODUCTS, functions, strict=True))[product]
+    known = device if find_generation(device) else None
+    # A call that names its implementation is refused here for what the kernel does not have.
+    with options(implementation=implementation, device=known):
+        (problem,) = collect(function, lhs, rhs, out, device=device, implementation=implementation)
+    return problem

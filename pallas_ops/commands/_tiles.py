@@ -1,0 +1,357 @@
+"""`pallas-ops tiles`: what is stored, and how a tile is chosen."""
+
+import contextlib
+import math
+import os
+import pathlib
+import tempfile
+from typing import Any, TYPE_CHECKING
+
+import click
+
+from ._console import (
+    counted,
+    default_platform,
+    format_bytes,
+    format_seconds,
+    KERNEL_IMPLEMENTATIONS,
+    make_console,
+    print_json,
+    problem_options,
+    readable,
+    tile_json,
+    told_warnings,
+)
+
+
+if TYPE_CHECKING:
+    from ._entries import Stored
+    from ._why import Why
+
+
+_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+@click.group("tiles")
+def command() -> None:
+    """The store of tiles: what is in it, moving it, and why a tile was chosen.
+
+    The store is a folder of your user's cache; PALLAS_OPS_CACHE_DIR in the environment moves it.
+    """
+
+
+def _stored() -> "tuple[pathlib.Path, list[Stored]]":
+    from ..tiles import TileStore
+    from ._entries import read_store
+
+    store = TileStore()
+    return store.directory, list(read_store(store))
+
+
+def _how_used(stored: "Stored") -> str:
+    from ._entries import describe_versions
+
+    if stored.status == "used":
+        return "yes"
+    if stored.error is not None:
+        return f"no: {stored.error}"
+    assert stored.entry is not None
+    return f"no: found with {describe_versions(stored.entry.versions)}"
+
+
+@command.command("list")
+@_json
+def list_(as_json: bool) -> None:
+    """One row for each stored tile, those that cannot be used among them.
+
+    A row's m is the largest of the sizes that it serves: the next power of two.
+    """
+    from rich import box
+    from rich.table import Table
+
+    directory, everything = _stored()
+    if as_json:
+        rows = [stored.as_json() for stored in everything]
+        print_json({"directory": str(directory), "entries": rows})
+        return
+    if not everything:
+        click.echo(f"Nothing is stored in {directory}. `pallas-ops tune` measures tiles.")
+        return
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("id", "m", "k", "n", "batch", "layout", "dtypes", "device", "implementation"):
+        table.add_column(name)
+    for name in ("tile", "time", "from", "used"):
+        table.add_column(name, overflow="fold")
+    for stored in everything:
+        entry, problem = stored.entry, stored.problem
+        if entry is None or problem is None:
+            table.add_row(stored.id[:8], *("",) * 11, _how_used(stored))
+            continue
+        key = entry.key
+        dtypes = f"{key['lhs_dtype']} {key['rhs_dtype']} -> {key['out_dtype']}"
+        if key["precision"] != "DEFAULT":
+            dtypes += f" {key['precision']}"
+        table.add_row(
+            stored.id[:8],
+            *(str(key[axis]) for axis in "mkn"),
+            "x".join(map(str, problem.batch)),
+            key["layout"],
+            dtypes,
+            key["device"] or "any",
+            key["implementation"],
+            "x".join(map(str, entry.tile.blocks)),
+            "" if entry.seconds is None else format_seconds(entry.seconds),
+            entry.source,
+            _how_used(stored),
+        )
+    console = make_console()
+    console.print(table)
+    console.print(f"{len(everything)} in {directory}")
+
+
+def _find(prefix: str) -> "Stored":
+    directory, everything = _stored()
+    found = [one for one in everything if one.id.startswith(prefix)]
+    found = found or [one for one in everything if one.path.stem.startswith(prefix)]
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise click.ClickException(
+            f"No stored tile has an id that begins with {prefix!r} in {directory}. "
+            f"`pallas-ops tiles list` shows what there is."
+        )
+    ids = ", ".join(one.id[: len(prefix) + 8] for one in found)
+    raise click.ClickException(
+        f"{len(found)} stored tiles have an id that begins with {prefix!r}: {ids}. Give more of it."
+    )
+
+
+@command.command("show")
+@click.argument("prefix", metavar="ID")
+@_json
+def show(prefix: str, as_json: bool) -> None:
+    """All of one entry. ID is its id, as `list` shows it, or any beginning of that alone."""
+    stored = _find(prefix)
+    if as_json:
+        print_json(stored.as_json())
+        return
+    console = make_console()
+    console.print(f"file            {stored.path}")
+    console.print(f"used            {_how_used(stored)}")
+    entry = stored.entry
+    if entry is None:
+        return
+    if stored.problem is not None:
+        console.print(f"problem         {stored.problem.describe()}")
+    console.print(f"tile            {entry.tile}")
+    if entry.vmem_limit_bytes is not None:
+        console.print(f"VMEM limit      {format_bytes(entry.vmem_limit_bytes)}")
+    if entry.seconds is not None:
+        console.print(f"time            {format_seconds(entry.seconds)}")
+    console.print(f"found by        {entry.source}: {entry.reason}")
+    for title, part in (("key", entry.key), ("versions", entry.versions)):
+        console.print(title)
+        for name, value in part.items():
+            console.print(f"  {name:<16}{value}")
+    if entry.failures:
+        console.print("tiles that failed")
+        for tile, reason in entry.failures.items():
+            console.print(f"  {tile}: {reason}")
+
+
+@command.command("export")
+@click.argument("file", type=click.Path(dir_okay=False, allow_dash=True, path_type=str))
+@click.option("--device", help="Only the tiles of one TPU, such as v5e.")
+def export(file: str, device: str | None) -> None:
+    """Write what is stored to FILE as a table (- is standard output).
+
+    A table can be committed, read by CachedResolver(table=FILE), and imported on another machine.
+    What cannot be used is left out. Of one problem under several versions of JAX or libtpu, the
+    entry of now is taken, else the latest.
+    """
+    from .._hardware import known_generation
+    from ..tiles import table_json
+    from ._entries import entries_to_export
+
+    if device is not None:
+        with readable():
+            device = known_generation(device).name
+    directory, everything = _stored()
+    entries = entries_to_export(everything, device)
+    if not entries:
+        what = "Nothing" if device is None else f"Nothing for a {device}"
+        raise click.ClickException(f"{what} that could be used is stored in {directory}.")
+    text = table_json(entries)
+    if file == "-":
+        click.echo(text, nl=False)
+        return
+    _write_whole(pathlib.Path(file), text)
+    out = len(everything) - len(entries)
+    click.echo(
+        f"{counted(len(entries), 'tile')} written to {file}"
+        + (f", {out} left out." if out else ".")
+    )
+
+
+def _write_whole(path: pathlib.Path, text: str) -> None:
+    """Writes a file beside, and renames it: what was there stays until all of the new is."""
+    name = None
+    try:
+        # Where the name is a link, what it points to is replaced.
+        path = path.resolve()
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-", suffix=".tmp")
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
+        # A temporary file is its owner's alone; this one is to be shared.
+        os.chmod(name, path.stat().st_mode & 0o777 if path.exists() else 0o644)
+        os.replace(name, path)
+    except OSError as error:
+        if name is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(name)
+        raise click.ClickException(f"{path} cannot be written: {error.strerror}.") from None
+
+
+@command.command("import")
+@click.argument("file", type=click.File("rb"))
+def import_(file: Any) -> None:
+    """Store the tiles of the table FILE (- is standard input).
+
+    All of FILE is checked first: one wrong entry, and nothing is stored. Tiles found with another
+    JAX or libtpu are stored under the versions of now, and say so; those of another version of the
+    kernel are left out. A tile that is stored for the same problem is replaced.
+    """
+    from ..tiles import forget, InvalidEntryError, TileStore
+    from ._entries import read_import
+
+    try:
+        table = read_import(file.read())
+    except InvalidEntryError as error:
+        raise click.ClickException(f"{file.name}: {error}. Nothing was imported.") from None
+    left_out = f"{table.left_out} of another version of the kernel were left out."
+    if not table.entries:
+        why = left_out if table.left_out else "it holds no entries."
+        raise click.ClickException(f"{file.name}: {why} Nothing was imported.")
+    store = TileStore()
+    told: list[str] = []
+    replaced = 0
+    for count, entry in enumerate(table.entries):
+        replaced += store.path(entry.key, entry.versions).exists()
+        with told_warnings(told):
+            stored = store.put(entry)
+        if not stored:
+            reason = told[-1] if told else f"{store.directory} cannot be written to."
+            raise click.ClickException(f"{count} of {len(table.entries)} imported: {reason}")
+    forget()
+    message = f"{counted(len(table.entries), 'tile')} imported to {store.directory}"
+    message += f", {replaced} of them in place of another." if replaced else "."
+    click.echo(message + (f" {left_out}" if table.left_out else ""))
+
+
+@command.command("clear")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+def clear(yes: bool) -> None:
+    """Remove everything that is stored."""
+    from ..tiles import forget, TileStore
+
+    store = TileStore()
+    count = sum(1 for _ in store.entries())
+    if not count:
+        click.echo(f"Nothing is stored in {store.directory}.")
+        return
+    if not yes:
+        click.confirm(f"Remove {counted(count, 'stored tile')} from {store.directory}?", abort=True)
+    try:
+        store.clear()
+    except OSError as error:
+        raise click.ClickException(
+            f"{store.directory} cannot be cleared: {error.strerror}."
+        ) from None
+    forget()
+    click.echo(f"{counted(count, 'stored tile')} removed.")
+
+
+@command.command("why")
+@click.argument("m", type=click.IntRange(min=1))
+@click.argument("k", type=click.IntRange(min=1))
+@click.argument("n", type=click.IntRange(min=1))
+@problem_options
+@click.option(
+    "--product",
+    type=click.Choice(["forward", "lhs_cotangent", "rhs_cotangent"]),
+    default="forward",
+    show_default=True,
+    help="The product of M x K and K x N itself, or one of its gradients.",
+)
+@click.option("--device", help="The TPU, such as v5e; the one that is here, else any.")
+@click.option(
+    "--implementation",
+    type=click.Choice(KERNEL_IMPLEMENTATIONS),
+    default="mosaic",
+    show_default=True,
+    help="What runs the kernel.",
+)
+@click.option(
+    "--tiles",
+    type=click.Choice(["static", "cached", "autotune"]),
+    help="The resolver; PALLAS_OPS_TILES where it is left out, else cached.",
+)
+@_json
+def why(
+    m: int,
+    k: int,
+    n: int,
+    dtype: str,
+    out_dtype: str | None,
+    layout: str,
+    precision: str,
+    product: str,
+    device: str | None,
+    implementation: str,
+    tiles: str | None,
+    as_json: bool,
+) -> None:
+    """Who is asked for the tile of a product, and what each answers. Nothing is measured."""
+    from ._products import device_name, make_problem
+    from ._why import explain, why_json
+
+    told: list[str] = []
+    with readable(), told_warnings(told):
+        problem = make_problem(
+            product,
+            m,
+            k,
+            n,
+            dtype=dtype,
+            out_dtype=out_dtype,
+            layout=layout,
+            precision=precision,
+            device=device_name(device, "" if device else default_platform()),
+            implementation=implementation,
+        )
+        found = explain(problem, tiles)
+    if as_json:
+        print_json(why_json(found) | {"warnings": told})
+    else:
+        _print_why(found, told)
+
+
+def _print_why(why: "Why", told: list[str]) -> None:
+    console = make_console()
+    resolution = why.resolution
+    console.print(f"{why.problem.describe()}\n")
+    for number, step in enumerate(why.steps, start=1):
+        console.print(f"{number}. {step.asked}: {step.answer}")
+    for message in told:
+        console.print(f"Warning: {message}")
+    blocks = ", ".join(f"{name}={size}" for name, size in tile_json(resolution.tile).items())
+    steps = " x ".join(f"{name} {count}" for name, count in why.grid_steps.items())
+    total = math.prod(why.grid_steps.values())
+    limit = f"limit {format_bytes(why.vmem_limit_bytes)}"
+    limit += " (raised for it)" if resolution.vmem_limit_bytes is not None else " (the default)"
+    if why.vmem_capacity_bytes is not None:
+        limit += f", of {format_bytes(why.vmem_capacity_bytes)} in all"
+    console.print(f"\nTile    {blocks}")
+    console.print(f"Source  {resolution.source}: {resolution.reason}")
+    console.print(f"VMEM    {format_bytes(why.vmem_bytes)} by estimate, {limit}")
+    console.print(f"Grid    {counted(total, 'step')}: {steps}")

@@ -1,0 +1,167 @@
+"""`pallas-ops tiles why`: who is asked for a tile, and what each answers."""
+
+import dataclasses
+import math
+import os
+from typing import Any
+
+from .._hardware import find_generation
+from ..tiles import (
+    AutotuneResolver,
+    CachedResolver,
+    estimate_vmem_bytes,
+    problem_key,
+    Resolution,
+    resolve_tile,
+    StaticResolver,
+    TileChoice,
+    TileProblem,
+    TileResolver,
+    TileStore,
+    versions,
+)
+from ..tiles._environment import environment_resolver, TILES_VARIABLE
+from ..tiles._tables import shipped_tables
+from ..tiles._vmem import scoped_vmem_limit_bytes
+from ._console import default_platform
+
+
+RESOLVERS: dict[str, TileResolver] = {
+    "static": StaticResolver(),
+    "cached": CachedResolver(quiet=True),
+    "autotune": AutotuneResolver(),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One who is asked, and the answer."""
+
+    asked: str
+    answer: str
+
+    def as_json(self) -> dict[str, str]:
+        return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Why:
+    """A tile, and how it was come by.
+
+    **Arguments:**
+
+    - `problem`: what it is for.
+    - `steps`: who was asked, in order.
+    - `resolution`: the answer.
+    """
+
+    problem: TileProblem
+    steps: tuple[Step, ...]
+    resolution: Resolution
+
+    @property
+    def vmem_bytes(self) -> int:
+        return estimate_vmem_bytes(self.problem.matmul, self.resolution.tile)
+
+    @property
+    def vmem_limit_bytes(self) -> int:
+        named = self.resolution.vmem_limit_bytes
+        return scoped_vmem_limit_bytes(self.problem.device) if named is None else named
+
+    @property
+    def vmem_capacity_bytes(self) -> int | None:
+        generation = find_generation(self.problem.device)
+        return None if generation is None else generation.info.vmem_capacity_bytes
+
+    @property
+    def grid_steps(self) -> dict[str, int]:
+        """How many blocks there are along each axis of the kernel's grid."""
+        matmul, tile = self.problem.matmul, self.resolution.tile
+        sizes = (matmul.m, matmul.n, matmul.k)
+        blocks = (tile.block_m, tile.block_n, tile.block_k)
+        steps = [-(-size // int(block)) for size, block in zip(sizes, blocks, strict=True)]
+        return {"batch": math.prod(matmul.leading_shape)} | dict(zip("mnk", steps, strict=True))
+
+
+def _answer_of_store(problem: TileProblem, used: Resolution) -> Step:
+    store, key = TileStore(), problem_key(problem)
+    path = store.path(key, versions())
+    entry = store.get(key, versions())
+    if entry is not None:
+        answer = f"{entry.tile}" + ("" if used.source == "store" else ", which does not fit here")
+    elif path.exists():
+        answer = "a file that cannot be used"
+    else:
+        answer = "nothing"
+    return Step(f"the store, {path}", answer)
+
+
+def _answer_of_tables(problem: TileProblem, used: Resolution) -> Step:
+    tables = shipped_tables()
+    if not tables:
+        return Step("the tables that come with the package", "there are none in this version")
+    found = [entry for table in tables if (entry := table.get(problem_key(problem))) is not None]
+    answer = ", ".join(str(entry.tile) for entry in found) if found else "nothing"
+    if found and used.source != "table":
+        answer += ", which does not fit here"
+    return Step(f"the {len(tables)} tables that come with the package", answer)
+
+
+def explain(problem: TileProblem, tiles: str | None) -> Why:
+    """Asks for a problem's tile as a call that names none would, without measuring anything.
+
+    **Arguments:**
+
+    - `problem`: what to ask.
+    - `tiles`: a name out of `RESOLVERS`; `None` is what the environment says, or the default.
+
+    **Raises:**
+
+    `ValueError` where the environment names no resolver.
+    """
+    steps = [Step("the call, its layer, options(tiles=...)", "a tile named there comes first")]
+    resolver = environment_resolver()
+    if tiles is not None:
+        steps.append(Step(f"--tiles {tiles}", "names the resolver"))
+        resolver = RESOLVERS[tiles]
+    elif resolver is not None:
+        named = os.environ[TILES_VARIABLE]
+        steps.append(Step(f"{TILES_VARIABLE}={named}", "names the resolver"))
+        tiles = named
+    else:
+        steps.append(Step(TILES_VARIABLE, "is not set: the default resolver, cached"))
+        resolver, tiles = RESOLVERS["cached"], "cached"
+    problem = dataclasses.replace(problem, can_be_timed=False)
+    resolution = resolve_tile(problem, TileChoice(resolver=resolver))
+
+    if tiles != "static":
+        steps.append(_answer_of_store(problem, resolution))
+        if tiles == "autotune" and resolution.source != "store":
+            steps.append(_answer_of_measuring(problem))
+        if resolution.source != "store":
+            steps.append(_answer_of_tables(problem, resolution))
+    if resolution.source == "estimate":
+        steps.append(Step("the estimate by shape", f"{resolution.tile}"))
+    return Why(problem, tuple(steps), resolution)
+
+
+def _answer_of_measuring(problem: TileProblem) -> Step:
+    if problem.implementation == "mosaic" and default_platform() != "tpu":
+        return Step("measuring", "cannot be done here, without a TPU")
+    return Step("measuring", "is done by the first call, and not by this command")
+
+
+def why_json(why: Why) -> dict[str, Any]:
+    problem, resolution = why.problem, why.resolution
+    return {
+        "problem": problem_key(problem) | {"m": problem.m},
+        "steps": [step.as_json() for step in why.steps],
+        "tile": list(resolution.tile.blocks),
+        "source": resolution.source,
+        "reason": resolution.reason,
+        "vmem_estimate_bytes": why.vmem_bytes,
+        "vmem_limit_bytes": why.vmem_limit_bytes,
+        "vmem_limit_is_raised": resolution.vmem_limit_bytes is not None,
+        "vmem_capacity_bytes": why.vmem_capacity_bytes,
+        "grid_steps": why.grid_steps,
+    }

@@ -1,0 +1,148 @@
+"""`AutotuneResolver`: measures on the first call."""
+
+import concurrent.futures
+import dataclasses
+import os
+import threading
+from collections.abc import Mapping
+
+from ._agree import agreed
+from ._cached import AGREE_SECONDS, CachedResolver, DEFAULT_FALLBACK, stored_tile
+from ._candidates import candidates
+from ._config import TileConfig
+from ._key import problem_key, versions
+from ._memory import lock, recall, remember
+from ._problem import TileProblem
+from ._resolver import Resolution, TileResolver
+from ._store import default_directory, Entry, TileStore, warn_once
+from ._sweep import Sweep, sweep, Timer
+
+
+def _told(failures: Mapping[TileConfig, str]) -> str:
+    """Each reason once, with a tile that it was given for: many tiles often fail alike."""
+    by_reason: dict[str, list[TileConfig]] = {}
+    for tile, reason in failures.items():
+        by_reason.setdefault(reason, []).append(tile)
+    lines = [
+        f"\n  - {tiles[0]}" + (f" and {len(tiles) - 1} more" if tiles[1:] else "") + f": {reason}"
+        for reason, tiles in by_reason.items()
+    ]
+    more = [f"\n  - and {len(lines) - 5} other reasons"] if len(lines) > 5 else []
+    return "".join(lines[:5] + more)
+
+
+@dataclasses.dataclass(frozen=True)
+class AutotuneResolver:
+    """Measures tiles the first time that a problem is compiled, and stores the fastest.
+
+    What is measured is the kernel alone, on operands of its own, outside of whatever is being
+    traced. A program that cannot run in this process, because it is exported or compiled for a TPU
+    that is not here, gets the tile of [`pallas_ops.CachedResolver`][]. With several processes
+    (`jax.distributed`), process 0 measures and all take its tiles.
+
+    Without a TPU the implementations that interpret the kernel are measured, which is good for
+    tests and tells nothing about a TPU; their tiles are stored as theirs.
+
+    **Arguments:**
+
+    - `budget_seconds`: no tile is begun after so long, for each problem.
+    - `most_candidates`: how many tiles are tried at most, the most promising first.
+    - `directory`: the folder of the store, as in [`pallas_ops.CachedResolver`][].
+    - `fallback`: who is asked where nothing can be measured, or nothing works.
+    - `timer`: `timer(problem, tile, run, hopeless_seconds)` returns the seconds of one product;
+        `run(n)` runs `n` of them in a chain, and a tile that takes longer than `hopeless_seconds`
+        need not be measured with care. `None` takes the difference of two chains.
+
+    **Raises:**
+
+    `ValueError` for a budget that is not positive.
+    """
+
+    budget_seconds: float | int = 60.0
+    most_candidates: int = 24
+    directory: str | os.PathLike | None = None
+    fallback: TileResolver = DEFAULT_FALLBACK
+    timer: Timer | None = None
+
+    def __post_init__(self):
+        if not (self.budget_seconds > 0 and self.most_candidates > 0):
+            raise ValueError(
+                f"AutotuneResolver: `budget_seconds` and `most_candidates` must be positive, got "
+                f"{self.budget_seconds!r} and {self.most_candidates!r}."
+            )
+
+    def resolve(self, problem: TileProblem) -> Resolution:
+        """As in [`pallas_ops.TileResolver`][]."""
+        directory = os.fspath(default_directory() if self.directory is None else self.directory)
+
+        def without_measuring():
+            return CachedResolver(directory, fallback=self.fallback, quiet=True).look_up(problem)
+
+        def measured():
+            before = stored_tile(problem, directory) or recall((self, directory, problem))
+            return before or self._measure(problem, directory)
+
+        if not problem.can_be_timed:
+            return without_measuring()
+        with lock:
+            return agreed(
+                problem,
+                "autotune",
+                measured,
+                without_measuring,
+                timeout_seconds=2 * self.budget_seconds + AGREE_SECONDS,
+            )
+
+    def _measure(self, problem: TileProblem, directory: str) -> Resolution:
+        if problem.implementation != "mosaic":
+            warn_once(
+                "interpreter",
+                f"AutotuneResolver times {problem.implementation!r}, which tells nothing about a "
+                f"TPU. Its tiles are stored for {problem.implementation!r} alone.",
+            )
+        tiles = candidates(problem, most=self.most_candidates)
+        try:
+            # In a thread of its own: here, a trace is under way, and the user's contexts are open.
+            with concurrent.futures.ThreadPoolExecutor(1) as pool:
+                stop = threading.Event()
+                future = pool.submit(
+                    sweep,
+                    problem,
+                    tiles,
+                    budget_seconds=self.budget_seconds,
+                    timer=self.timer,
+                    stop=stop,
+                )
+                try:
+                    result = future.result()
+                finally:
+                    stop.set()  # where the person has interrupted it, the pool waits for one tile
+        except Exception as error:  # such as operands that do not fit in memory
+            result = Sweep(failures={tiles[0]: f"{type(error).__name__}: {error}"})
+        if result.winner is None:
+            warn_once(
+                f"sweep {problem}",
+                f"no tile could be measured for {problem.describe()}; taken is the fallback's."
+                f"{_told(result.failures)}",
+            )
+            # Not stored: another process may have more luck. Not tried again in this one.
+            return remember((self, directory, problem), self.fallback.resolve(problem))
+        seconds = result.seconds[result.winner]
+        tried = f"fastest of {len(result.seconds)} measured, {len(result.failures)} failed"
+        if result.left_out:
+            tried += f", {result.left_out} left out by the budget"
+        entry = Entry(
+            key=problem_key(problem),
+            versions=versions(),
+            tile=result.winner,
+            source="autotune",
+            reason=f"{seconds * 1e6:.4g} us at m={problem.m}: {tried}",
+            seconds=seconds,
+            failures={
+                "x".join(map(str, tile.blocks)): why for tile, why in result.failures.items()
+            },
+        )
+        TileStore(directory).put(entry)
+        resolution = Resolution(result.winner, "autotune", reason=entry.reason)
+        # For the first time and for every later one, even where nothing can be stored.
+        return remember(("store", directory, problem), resolution)

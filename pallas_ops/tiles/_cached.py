@@ -1,0 +1,102 @@
+"""`CachedResolver`: the user's store, then tables, then a fallback."""
+
+import dataclasses
+import os
+
+from ._agree import agreed
+from ._key import problem_key, versions
+from ._legal import nearest_legal, why_too_large
+from ._memory import recall, remember
+from ._problem import TileProblem
+from ._resolver import Resolution, TileResolver
+from ._static import StaticResolver
+from ._store import default_directory, Entry, TileStore, warn_once
+from ._tables import load_table, shipped_tables
+
+
+AGREE_SECONDS = 60.0
+"""How long a process waits for process 0, which may reach the same program somewhat later."""
+
+
+DEFAULT_FALLBACK = StaticResolver()
+"""Who is asked for what is nowhere: a tile by shape alone."""
+
+
+def legal_again(problem: TileProblem, entry: Entry, source: str) -> Resolution | None:
+    """A stored tile for the actual m, or `None` where it cannot be had.
+
+    A block that was the whole axis of one m is illegal for another of the same class.
+    """
+    tile = nearest_legal(problem.matmul, entry.tile)
+    if why_too_large(problem, tile) is not None:
+        return None
+    reason = f"found by {entry.source}" + (f": {entry.reason}" if entry.reason else "")
+    return Resolution(tile, source, entry.vmem_limit_bytes, reason)
+
+
+def stored_tile(problem: TileProblem, directory: str) -> Resolution | None:
+    """The tile in the store in `directory`, if there is one."""
+    question = ("store", directory, problem)
+    known = recall(question)
+    if known is not None:
+        return known
+    entry = TileStore(directory).get(problem_key(problem), versions())
+    found = None if entry is None else legal_again(problem, entry, "store")
+    return None if found is None else remember(question, found)
+
+
+@dataclasses.dataclass(frozen=True)
+class CachedResolver:
+    """Tiles that were found before: in the user's store, in a table, or by a fallback.
+
+    Nothing is measured. It is the default, and then quiet: only a kernel that is compiled for a TPU
+    that is here warns, once, that nothing was stored for its shape.
+
+    **Arguments:**
+
+    - `directory`: the folder of the store; `None` is the user's, which the environment variable
+        `PALLAS_OPS_CACHE_DIR` moves.
+    - `table`: the path of a table, written by `pallas-ops tiles export`, to ask before those that
+        come with the package.
+    - `fallback`: who is asked for what is nowhere.
+    - `quiet`: whether a miss is told only where the kernel runs on a real TPU.
+    """
+
+    directory: str | os.PathLike | None = None
+    table: str | os.PathLike | None = None
+    fallback: TileResolver = DEFAULT_FALLBACK
+    quiet: bool = False
+
+    def resolve(self, problem: TileProblem) -> Resolution:
+        """As in [`pallas_ops.TileResolver`][]."""
+
+        def decide():
+            return self.look_up(problem)
+
+        return agreed(problem, "cached", decide, decide, timeout_seconds=AGREE_SECONDS)
+
+    def look_up(self, problem: TileProblem) -> Resolution:
+        directory = os.fspath(default_directory() if self.directory is None else self.directory)
+        found = stored_tile(problem, directory)
+        if found is not None:
+            return found
+        own = [] if self.table is None else [load_table(self.table)]
+        key = problem_key(problem)
+        for table in (*own, *shipped_tables()):
+            entry = table.get(key)
+            resolution = None if entry is None else legal_again(problem, entry, "table")
+            if resolution is not None:
+                return resolution
+        on_tpu = problem.can_be_timed and problem.implementation == "mosaic"
+        if on_tpu or not self.quiet:
+            warn_once(
+                "miss",
+                f"no tile is stored for {problem.describe()}: taken is one by shape alone, and it "
+                f"may be far from the best. `pallas-ops tune` or AutotuneResolver finds one. "
+                f"(Told once; `pallas-ops tiles why` tells it for each shape.)",
+            )
+        return self.fallback.resolve(problem)
+
+
+DEFAULT_RESOLVER = CachedResolver(quiet=True)
+"""Who is asked where nothing was said."""

@@ -1,0 +1,64 @@
+"""The tiles worth trying for a problem, the most promising first."""
+
+import itertools
+import math
+
+from .._hardware import find_generation
+from ._config import block_granules, TileConfig
+from ._estimate import estimate_seconds
+from ._legal import balanced_block
+from ._problem import TileProblem
+from ._static import estimated_tile
+from ._vmem import COMPILER_MARGIN_BYTES, estimate_vmem_bytes, scoped_vmem_limit_bytes
+
+
+_TARGETS = (128, 256, 512, 1024, 2048, 4096)
+
+# Beyond this many multiplications in one step nothing is gained, and the compiler takes its time:
+# 17 s for 2048 x 1024 x 2048, 175 s to refuse 4096 x 4096 x 4096 (libtpu 0.0.50, two cores).
+_MOST_PER_STEP = 2**32
+
+
+def _budget_bytes(problem: TileProblem) -> int:
+    """What the estimate may reach: the VMEM of a device that is known, else the default limit."""
+    generation = find_generation(problem.device)
+    limit = scoped_vmem_limit_bytes(problem.device)
+    if generation is not None and generation.info.vmem_capacity_bytes > limit:
+        # The compiler adds up to 30 % to large blocks (see `vmem_limit_bytes`).
+        limit = generation.info.vmem_capacity_bytes * 2 // 3
+    return limit - COMPILER_MARGIN_BYTES
+
+
+def candidates(problem: TileProblem, *, most: int = 64) -> tuple[TileConfig, ...]:
+    """Legal tiles that should fit VMEM, by the estimated time of each, shortest first.
+
+    **Arguments:**
+
+    - `problem`: a [`pallas_ops.TileProblem`][].
+    - `most`: how many at most.
+
+    **Returns:**
+
+    At least one tile, each of them once; the tile of [`pallas_ops.StaticResolver`][] is among them.
+    """
+    if most < 1:
+        raise ValueError(f"candidates: `most` must be at least 1, got {most}.")
+    matmul = problem.matmul
+    axes = (
+        {balanced_block(size, target, granule) for target in _TARGETS}
+        for size, granule in zip(
+            (matmul.m, matmul.k, matmul.n), block_granules(matmul), strict=True
+        )
+    )
+    budget, safe = _budget_bytes(problem), estimated_tile(problem)
+    fitting = {
+        tile
+        for tile in itertools.starmap(TileConfig, itertools.product(*axes))
+        if math.prod(tile.blocks) <= _MOST_PER_STEP and estimate_vmem_bytes(matmul, tile) <= budget
+    }
+    # By blocks where the estimate is the same: the order must not depend on that of a set.
+    ordered = sorted(
+        fitting | {safe}, key=lambda tile: (estimate_seconds(problem, tile), tile.blocks)
+    )
+    best = ordered[:most]
+    return tuple(best if safe in best else [*best[: most - 1], safe])

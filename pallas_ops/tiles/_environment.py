@@ -1,0 +1,40 @@
+"""`PALLAS_OPS_TILES`: the resolver of everything that says nothing else."""
+
+import os
+
+from ._autotune import AutotuneResolver
+from ._cached import DEFAULT_RESOLVER
+from ._resolver import TileResolver
+from ._static import StaticResolver
+
+
+TILES_VARIABLE = "PALLAS_OPS_TILES"
+"""The environment variable that names a resolver."""
+
+_RESOLVERS: dict[str, TileResolver] = {
+    "static": StaticResolver(),
+    "cached": DEFAULT_RESOLVER,
+    "autotune": AutotuneResolver(),
+}
+
+
+def environment_resolver() -> TileResolver | None:
+    """The resolver that the environment names, or `None` where it names none.
+
+    **Raises:**
+
+    `ValueError` for a name that is none.
+    """
+    name = os.environ.get(TILES_VARIABLE)
+    if not name:
+        return None
+    if name == "compiler":
+        raise ValueError(
+            f"{TILES_VARIABLE}=compiler: choosing tiles with the TPU compiler is not in this "
+            f"version of pallas_ops. There are: {', '.join(_RESOLVERS)}."
+        )
+    if name not in _RESOLVERS:
+        raise ValueError(
+            f"{TILES_VARIABLE}={name!r} names no tile resolver. There are: {', '.join(_RESOLVERS)}."
+        )
+    return _RESOLVERS[name]

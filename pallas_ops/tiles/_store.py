@@ -1,0 +1,220 @@
+"""The store of tiles: one small JSON file for each problem, that many processes may use at once."""
+
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import platformdirs
+
+from ._config import TileConfig
+
+
+CACHE_DIR_VARIABLE = "PALLAS_OPS_CACHE_DIR"
+"""The environment variable that moves the store."""
+
+SCHEMA = 1
+"""The form of a file; a file of another form is not read."""
+
+# Beyond this a file is no entry of ours, and is not read into memory.
+_MOST_BYTES = 1 << 20
+
+
+class InvalidEntryError(ValueError):
+    """A file or a table holds something that is no entry of a store."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One stored answer.
+
+    **Arguments:**
+
+    - `key`: the problem, as JSON has it.
+    - `versions`: of what the answer may depend on beside the problem.
+    - `tile`: the answer.
+    - `vmem_limit_bytes`: the limit to compile it with, in bytes; `None` for what the tile needs.
+    - `source`: who found it: `"autotune"`.
+    - `reason`: how, for people.
+    - `seconds`: the measured time of one product, where it was measured.
+    - `failures`: the tiles that failed on the way, in words, and why.
+    """
+
+    key: Mapping[str, Any]
+    versions: Mapping[str, Any]
+    tile: TileConfig
+    vmem_limit_bytes: int | None = None
+    source: str = "autotune"
+    reason: str = ""
+    seconds: float | None = None
+    failures: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        """The entry as `from_json` reads it."""
+        fields = dict(vars(self), tile=list(self.tile.blocks))
+        return {"schema": SCHEMA, **fields}
+
+    @staticmethod
+    def from_json(value: Any) -> "Entry":
+        """Reads an entry, trusting nothing.
+
+        **Raises:**
+
+        `InvalidEntryError` with what is wrong.
+        """
+        if not isinstance(value, dict):
+            raise InvalidEntryError(f"expected an object, got {type(value).__name__}")
+        if value.get("schema") != SCHEMA:
+            raise InvalidEntryError(f"schema {value.get('schema')!r}, expected {SCHEMA}")
+        fields = {name: field for name, field in value.items() if name != "schema"}
+        wanted = {
+            "key": dict,
+            "versions": dict,
+            "tile": list,
+            "vmem_limit_bytes": int | None,
+            "source": str,
+            "reason": str,
+            "seconds": int | float | None,
+            "failures": dict,
+        }
+        if fields.keys() != wanted.keys():
+            odd = sorted(fields.keys() ^ wanted.keys())
+            raise InvalidEntryError(f"fields that are missing or unknown: {', '.join(odd)}")
+        for name, kind in wanted.items():
+            if not isinstance(fields[name], kind) or isinstance(fields[name], bool):
+                raise InvalidEntryError(f"`{name}` is {fields[name]!r}")
+        seconds = fields["seconds"]
+        if seconds is not None and not 0 < seconds < 1e9:  # NaN, which JSON has not, among them
+            raise InvalidEntryError(f"`seconds` is {seconds!r}")
+        limit = fields["vmem_limit_bytes"]
+        if limit is not None and not 0 < limit < 2**31:
+            raise InvalidEntryError(f"`vmem_limit_bytes` is {limit!r}")
+        try:
+            fields["tile"] = TileConfig(*fields["tile"])
+        except (TypeError, ValueError) as error:
+            raise InvalidEntryError(f"`tile` is {fields['tile']!r}: {error}") from None
+        return Entry(**fields)
+
+
+def default_directory() -> pathlib.Path:
+    """Where the user's store is: `PALLAS_OPS_CACHE_DIR`, else where the system keeps caches."""
+    moved = os.environ.get(CACHE_DIR_VARIABLE)
+    return pathlib.Path(moved) if moved else platformdirs.user_cache_path("pallas-ops")
+
+
+_warned: set[str] = set()
+
+
+def warn_once(topic: str, message: str) -> None:
+    """Warns, the first time in this process that it is about this topic."""
+    if topic not in _warned:
+        _warned.add(topic)
+        warnings.warn(f"pallas_ops: {message}", stacklevel=2)
+
+
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+class TileStore:
+    """A folder with one JSON file for each entry.
+
+    No file that is there can hurt: one that cannot be read, or is no entry for what was asked, is
+    a miss with one warning. Files are written whole and renamed, so that several processes may
+    write the same entry at once; the last one stays.
+
+    **Arguments:**
+
+    - `directory`: the folder; it need not exist. `None` is the user's store.
+    """
+
+    def __init__(self, directory: str | os.PathLike | None = None):
+        root = default_directory() if directory is None else pathlib.Path(directory)
+        self.directory = root / "tiles"
+
+    def path(self, key: Mapping[str, Any], versions: Mapping[str, Any]) -> pathlib.Path:
+        """The file of one entry: its name is a digest of the problem and of the versions."""
+        digest = hashlib.sha256(_canonical([key, versions]).encode()).hexdigest()
+        return self.directory / f"{key['operator']}-{digest[:32]}.json"
+
+    def get(self, key: Mapping[str, Any], versions: Mapping[str, Any]) -> Entry | None:
+        """The entry for one problem, or `None`."""
+        path = self.path(key, versions)
+        try:
+            entry = _read(path)
+            if _canonical([entry.key, entry.versions]) != _canonical([key, versions]):
+                raise InvalidEntryError("it is the entry of another problem or version")
+        except FileNotFoundError:
+            return None
+        except (OSError, InvalidEntryError) as error:
+            # What the system refuses for one file it will refuse for the others too.
+            warn_once(
+                f"store {self.directory}" if isinstance(error, OSError) else str(path),
+                f"the stored tile {path} cannot be used and is left out: {error}. "
+                f"`pallas-ops tiles clear` removes what is stored.",
+            )
+            return None
+        return entry
+
+    def put(self, entry: Entry) -> bool:
+        """Writes an entry; a folder that cannot be written to is one warning, and `False`."""
+        path = self.path(entry.key, entry.versions)
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=self.directory, prefix=".new-", suffix=".tmp")
+            try:
+                with os.fdopen(handle, "w", encoding="utf-8") as file:
+                    json.dump(entry.as_json(), file, indent=1, sort_keys=True)
+                os.replace(name, path)
+            except BaseException:
+                os.unlink(name)
+                raise
+        except OSError as error:
+            warn_once(
+                f"store {self.directory}",
+                f"tiles cannot be stored in {self.directory} ({error}), and will be looked for "
+                f"again by the next process. {CACHE_DIR_VARIABLE} moves the store.",
+            )
+            return False
+        return True
+
+    def entries(self) -> Iterator[tuple[pathlib.Path, Entry | Exception]]:
+        """Every file of the store with its entry, or with what is wrong with it."""
+        for path in sorted(self.directory.glob("*.json")):
+            try:
+                yield path, _read(path)
+            except (OSError, InvalidEntryError) as error:
+                yield path, error
+
+    def clear(self) -> int:
+        """Removes every file of the store; returns how many there were."""
+        paths = [*self.directory.glob("*.json"), *self.directory.glob(".new-*.tmp")]
+        for path in paths:
+            path.unlink(missing_ok=True)
+        return len(paths)
+
+
+def _read(path: pathlib.Path) -> Entry:
+    with path.open("rb") as file:
+        content = file.read(_MOST_BYTES + 1)
+    if len(content) > _MOST_BYTES:
+        raise InvalidEntryError(f"it has more than {_MOST_BYTES} bytes")
+    return Entry.from_json(parse_json(content))
+
+
+def parse_json(content: bytes) -> Any:
+    """JSON from a file that anybody may have written.
+
+    **Raises:**
+
+    `InvalidEntryError` for anything else.
+    """
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise InvalidEntryError(f"it is no JSON ({error})") from None

@@ -1,0 +1,175 @@
+"""Trying tiles one after another, and keeping the fastest that computes the right thing."""
+
+import concurrent.futures
+import dataclasses
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..kernels import run_kernel, xla_matmul
+from ._config import TileConfig
+from ._legal import vmem_limit_bytes
+from ._problem import TileProblem
+from ._timing import lower_chain, random_operands, time_per_call, Timing
+
+
+Timer = Callable[[TileProblem, TileConfig, Callable[[int], None], float], float]
+"""`timer(problem, tile, run, hopeless_seconds)` returns the seconds of one product; `run(n)` runs n
+of them, each waiting for the one before."""
+
+# How much longer than the best so far one call may take and still be measured with care.
+_HOPELESS = 2.0
+
+# The largest error relative to the norm of the result: a kernel that computes something else is far
+# beyond, one that rounds to bfloat16, or multiplies float32 in one pass of it, far within.
+_RELATIVE_ERROR = 2e-2
+
+
+@dataclasses.dataclass
+class Sweep:
+    """What came of trying tiles.
+
+    **Arguments:**
+
+    - `seconds`: the time of one product for each tile that was measured, fastest first.
+    - `failures`: why each of the others is out.
+    - `left_out`: how many tiles the budget had no time for.
+    """
+
+    seconds: dict[TileConfig, float] = dataclasses.field(default_factory=dict)
+    failures: dict[TileConfig, str] = dataclasses.field(default_factory=dict)
+    left_out: int = 0
+
+    @property
+    def winner(self) -> TileConfig | None:
+        return next(iter(self.seconds), None)
+
+
+def _reason(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}"
+
+
+def _advancing(tiles: Sequence[TileConfig], title: str) -> Iterator[TileConfig]:
+    """The tiles, with a progress bar on standard error where that is a terminal."""
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console(stderr=True)
+    return iter(
+        track(tiles, title, console=console, transient=True, disable=not sys.stderr.isatty())
+    )
+
+
+def _is_right(problem: TileProblem, tile: TileConfig, operands) -> bool:
+    """Whether a tile's product is XLA's, within what rounding explains."""
+    matmul = problem.matmul
+    product = run_kernel(
+        matmul,
+        tile.blocks,
+        *operands,
+        implementation=problem.implementation,
+        vmem_limit_bytes=vmem_limit_bytes(problem, tile),
+    )
+    out, expected = (
+        np.asarray(array.astype(jnp.float32) if array.dtype == jnp.bfloat16 else array)
+        for array in (product, jax.jit(lambda *operands: xla_matmul(matmul, *operands))(*operands))
+    )
+    if jnp.issubdtype(matmul.out_dtype, jnp.integer):
+        return np.array_equal(out, expected)
+    error = np.linalg.norm((out - expected).ravel())
+    return bool(error <= _RELATIVE_ERROR * np.linalg.norm(expected.ravel()))
+
+
+def sweep(
+    problem: TileProblem,
+    tiles: Sequence[TileConfig],
+    *,
+    budget_seconds: float | int,
+    timer: Timer | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    stop: threading.Event | None = None,
+) -> Sweep:
+    """Compiles tiles in parallel and times them one by one, until the budget is spent.
+
+    **Arguments:**
+
+    - `problem`: a [`pallas_ops.TileProblem`][].
+    - `tiles`: the candidates, the most promising first.
+    - `budget_seconds`: no tile is begun after so long; the first one always is.
+    - `timer`: measures in place of `time_per_call`.
+    - `clock`: the time in seconds.
+    - `stop`: once it is set, no tile is begun either.
+    """
+    end = clock() + budget_seconds
+    result = Sweep()
+    operands = random_operands(problem.matmul)
+    timings: dict[TileConfig, Timing] = {}
+
+    def lower(tile):
+        limit = vmem_limit_bytes(problem, tile)
+        return lower_chain(problem.matmul, tile, problem.implementation, limit, operands)
+
+    def measure(tile, compiled):
+        def run(count):
+            jax.block_until_ready(compiled(jnp.int32(count), *operands))
+
+        best = min((timing.seconds for timing in timings.values()), default=math.inf)
+        if timer is not None:
+            # `float`: what a timer says may be of NumPy, or no number at all.
+            return Timing(float(timer(problem, tile, run, _HOPELESS * best)))
+        return time_per_call(run, hopeless_seconds=_HOPELESS * best)
+
+    # Tracing is not for several threads; what takes long, the compiler, is. Only a few tiles are
+    # ahead of the one that is timed, so that little is compiled in vain when the budget ends.
+    workers = max(1, min(4, (os.cpu_count() or 1) - 1))
+    waiting: dict[TileConfig, concurrent.futures.Future] = {}
+    rest = iter(tiles)
+
+    def fill(pool):
+        while len(waiting) <= workers and (tile := next(rest, None)) is not None:
+            try:
+                waiting[tile] = pool.submit(lower(tile).compile)
+            except Exception as error:
+                result.failures[tile] = _reason(error)
+
+    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+        for number, tile in enumerate(_advancing(tiles, "Timing tiles")):
+            if (number and clock() > end) or (stop is not None and stop.is_set()):
+                result.left_out = len(tiles) - number
+                for future in waiting.values():
+                    future.cancel()
+                break
+            fill(pool)
+            if tile in result.failures:
+                continue
+            try:
+                timing = measure(tile, waiting.pop(tile).result())
+            except Exception as error:
+                result.failures[tile] = _reason(error)
+                continue
+            if math.isfinite(timing.seconds) and timing.seconds > 0:
+                timings[tile] = timing
+            else:
+                result.failures[tile] = f"the timer says {timing.seconds!r} seconds"
+
+    for tile in sorted(timings, key=lambda tile: timings[tile].seconds):
+        # Only until one is right: the others are there for comparison.
+        if not result.seconds:
+            try:
+                right = _is_right(problem, tile, operands)
+            except Exception as error:
+                result.failures[tile] = _reason(error)
+                continue
+            if not right:
+                result.failures[tile] = "its product differs from XLA's"
+                continue
+        result.seconds[tile] = timings[tile].seconds
+    return result

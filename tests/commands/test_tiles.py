@@ -1,0 +1,537 @@
+"""`pallas-ops tiles`: what is stored, moving it, and why a tile is chosen."""
+
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+from click.testing import CliRunner
+
+import pallas_ops as po
+from pallas_ops.commands import main
+from pallas_ops.commands._entries import check_entry
+from pallas_ops.commands._products import make_problem
+from pallas_ops.kernels import run_kernel
+from pallas_ops.tiles import Entry, problem_key, table_json, TileStore, versions
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """The folder of the store's files."""
+    monkeypatch.setenv("PALLAS_OPS_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("PALLAS_OPS_TILES", raising=False)
+    return tmp_path / "cache" / "tiles"
+
+
+def _run(*arguments, **settings):
+    return CliRunner().invoke(main, ["tiles", *map(str, arguments)], **settings)
+
+
+def _problem(m=64, k=512, n=256, *, device="v5e", implementation="mosaic", **fields):
+    fields = dict(dtype="bfloat16", out_dtype=None, layout="NT", precision="default") | fields
+    return make_problem("forward", m, k, n, device=device, implementation=implementation, **fields)
+
+
+def _entry(problem, *blocks, **fields):
+    tile = po.TileConfig(*(blocks or (64, 128, 128)))
+    return Entry(problem_key(problem), versions(), tile, **dict(seconds=1.5e-5) | fields)
+
+
+def _put(problem, *blocks, **fields):
+    entry = _entry(problem, *blocks, **fields)
+    assert TileStore().put(entry)
+    return TileStore().path(entry.key, entry.versions)
+
+
+def _contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()} if folder.exists() else {}
+
+
+def _error(result):
+    assert result.exit_code != 0
+    assert isinstance(result.exception, SystemExit)  # an error of click's, and no traceback
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
+    return line
+
+
+def _listed():
+    result = _run("list", "--json")
+    assert (result.exit_code, result.stderr) == (0, "")
+    return json.loads(result.stdout)["entries"]
+
+
+# list and show
+
+
+def test_list_of_nothing(folder):
+    result = _run("list")
+    assert (result.exit_code, result.stdout.count(str(folder))) == (0, 1)
+    assert result.stdout.startswith("Nothing is stored in ")
+    assert json.loads(_run("list", "--json").stdout) == {"directory": str(folder), "entries": []}
+
+
+def test_list_has_a_row_for_each_entry(folder):
+    path = _put(_problem(60))
+    _put(_problem(device=None, implementation="interpret", dtype="float32", layout="TN"))
+    result = _run("list")
+    assert (result.exit_code, result.stderr) == (0, "")
+    (row,) = [line for line in result.stdout.splitlines() if " v5e " in line]
+    for part in (path.stem[-32:-24], "64", "512", "256", "NT", "mosaic", "64x128x128", "15 us"):
+        assert part in row.split() or part in row
+    (row,) = [line for line in result.stdout.splitlines() if " interpret " in line]
+    assert {"TN", "any", "yes"} <= set(row.split())
+    assert f"2 in {folder}" in result.stdout
+    assert [one["status"] for one in _listed()] == ["used", "used"]
+
+
+def _rewrite(path, **fields):
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda path: path.write_bytes(path.read_bytes()[:50]), "it is no JSON"),
+        (lambda path: path.write_bytes(b""), "it is no JSON"),
+        (lambda path: path.write_bytes(b"\x80\xff\x00"), "it is no JSON"),
+        (lambda path: _rewrite(path, schema=7), "schema 7, expected 1"),
+        (lambda path: _rewrite(path, seconds=math.nan), "`seconds` is nan"),
+        (lambda path: _rewrite(path, key={}), "parts of the key that are missing"),
+        (lambda path: _rewrite(path, tile=[64, 100, 128]), "block_k=100 is neither a multiple"),
+        (lambda path: path.rename(path.with_name("matmul-0.json")), "never looked for"),
+    ],
+)
+def test_a_broken_file_is_listed_with_its_reason(spoil, reason, folder):
+    _put(_problem(8))
+    spoil(_put(_problem()))
+    result = _run("list")
+    assert (result.exit_code, result.stderr) == (0, "")
+    (row,) = [line for line in result.stdout.splitlines() if "no: " in line]
+    assert reason in row
+    broken, good = sorted(_listed(), key=lambda one: one["status"])
+    assert (broken["status"], good["status"]) == ("broken", "used")
+    assert reason in broken["error"]
+
+
+def test_an_entry_of_other_versions_is_told_from_one_that_is_used():
+    entry = _entry(_problem())
+    TileStore().put(dataclasses.replace(entry, versions=versions() | {"jax": "0.9.9"}))
+    assert [one["status"] for one in _listed()] == ["other versions"]
+    assert "no: found with jax 0.9.9" in _run("list").stdout
+
+
+def test_show():
+    path = _put(_problem(), failures={"8x8x8": "it broke"}, vmem_limit_bytes=2**25)
+    result = _run("show", path.stem[-32:][:5])
+    assert (result.exit_code, result.stderr) == (0, "")
+    for part in (str(path), "TileConfig(block_m=64", "15 us", "it broke", "32.0 MiB", "jax"):
+        assert part in result.stdout
+    shown = json.loads(_run("show", path.stem, "--json").stdout)
+    assert shown["entry"] == json.loads(path.read_text())
+    assert shown["file"] == str(path)
+
+
+def test_show_what_is_not_one():
+    assert "No stored tile has an id that begins with 'ab'" in _error(_run("show", "ab"))
+    paths = [_put(_problem(m)) for m in (8, 16)]
+    message = _error(_run("show", "matmul-"))
+    assert "2 stored tiles have an id that begins with 'matmul-'" in message
+    paths[0].write_bytes(b"{")
+    result = _run("show", paths[0].stem)
+    assert result.exit_code == 0
+    assert "no: it is no JSON" in result.stdout
+
+
+# export and import
+
+
+def test_what_is_exported_and_imported_again_is_found(tmp_path, folder):
+    problems = [_problem(64), _problem(64, layout="NN"), _problem(1, n=1, dtype="float32")]
+    tiles = [(64, 128, 128), (32, 512, 256), (1, 512, 1)]
+    for problem, blocks in zip(problems, tiles, strict=True):
+        _put(problem, *blocks)
+    before = _contents(folder)
+    table = tmp_path / "table.json"
+    result = _run("export", table)
+    assert (result.exit_code, result.stdout) == (0, f"3 tiles written to {table}.\n")
+    assert _run("clear", "--yes").exit_code == 0
+    assert _contents(folder) == {}
+    result = _run("import", table)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout == f"3 tiles imported to {folder}.\n"
+    assert {name: json.loads(text) for name, text in _contents(folder).items()} == {
+        name: json.loads(text) for name, text in before.items()
+    }
+    for problem, blocks in zip(problems, tiles, strict=True):
+        resolution = po.CachedResolver(quiet=True).resolve(problem)
+        assert (resolution.source, resolution.tile.blocks) == ("store", blocks)
+
+
+def test_a_table_goes_through_pipes():
+    _put(_problem())
+    text = _run("export", "-").stdout
+    assert len(json.loads(text)["entries"]) == 1
+    _run("clear", "--yes")
+    assert "1 tile imported" in _run("import", "-", input=text).stdout
+    assert _run("export", "-").stdout == text
+
+
+def test_export_of_one_device(tmp_path):
+    _put(_problem(device="v5e"))
+    _put(_problem(device="v6e"))
+    text = _run("export", "-", "--device", "TPU v6 lite").stdout
+    assert [row["key"]["device"] for row in json.loads(text)["entries"]] == ["v6e"]
+    message = _error(_run("export", tmp_path / "table.json", "--device", "v4"))
+    assert "Nothing for a v4 that could be used is stored" in message
+    assert "Unknown TPU 'v9'" in _error(_run("export", "-", "--device", "v9"))
+    assert not (tmp_path / "table.json").exists()
+
+
+def test_export_takes_one_entry_for_each_problem_and_leaves_out_what_is_no_use():
+    now, problem = versions(), _problem()
+    for blocks, changed in (((64, 512, 256), {"jax": "0.9"}), ((64, 256, 256), {})):
+        entry = dataclasses.replace(_entry(problem, *blocks), versions=now | changed)
+        TileStore().put(entry)
+    old_kernel = dataclasses.replace(_entry(_problem(8)), versions=now | {"kernel": -1})
+    TileStore().put(old_kernel)
+    _put(_problem(16)).write_bytes(b"{")
+    _put(_problem(128), 128, 100, 128)  # no TPU takes that
+    # The oldest file, and still the one that counts.
+    os.utime(TileStore().path(problem_key(problem), now), (0, 0))
+    (row,) = json.loads(_run("export", "-").stdout)["entries"]
+    assert (row["tile"], row["versions"]) == ([64, 256, 256], now)
+
+
+def test_export_writes_all_or_nothing(tmp_path, monkeypatch):
+    _put(_problem())
+    table = tmp_path / "table.json"
+    table.write_text("old")
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        message = _error(_run("export", table))
+    assert message == f"Error: {table} cannot be written: No space left on device."
+    assert table.read_text() == "old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "table.json"]
+    assert "No such file" in _error(_run("export", tmp_path / "no" / "table.json"))
+    assert _run("export", table).exit_code == 0
+    assert json.loads(table.read_text())["schema"] == 1
+
+
+def test_a_table_of_other_versions_is_stored_under_those_of_now(tmp_path):
+    problem = _problem()
+    other = {"jax": "0.9", "libtpu": None, "kernel": versions()["kernel"]}
+    found = dataclasses.replace(_entry(problem, reason="measured"), versions=other)
+    old_kernel = dataclasses.replace(_entry(_problem(8)), versions=versions() | {"kernel": -1})
+    table = tmp_path / "table.json"
+    table.write_text(table_json([found, old_kernel]))
+    result = _run("import", table)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert "1 tile imported" in result.stdout
+    assert "1 of another version of the kernel" in result.stdout
+    resolution = po.CachedResolver(quiet=True).resolve(problem)
+    assert resolution.source == "store"
+    assert "measured (imported; found with jax 0.9, " in resolution.reason
+    table.write_text(table_json([old_kernel]))
+    assert "of another version of the kernel" in _error(_run("import", table))
+    assert len(_listed()) == 1
+
+
+def test_an_import_takes_the_place_of_what_this_process_knew(tmp_path, folder):
+    problem, resolver = _problem(), po.CachedResolver(quiet=True)
+    _put(problem, 64, 128, 128)
+    assert resolver.resolve(problem).tile.blocks == (64, 128, 128)
+    table = tmp_path / "table.json"
+    table.write_text(table_json([_entry(problem, 32, 256, 256), _entry(_problem(8))]))
+    assert _run("import", table).stdout == (
+        f"2 tiles imported to {folder}, 1 of them in place of another.\n"
+    )
+    assert resolver.resolve(problem).tile.blocks == (32, 256, 256)
+
+
+def _key(**fields):
+    return lambda row: row["key"].update(fields)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda row: row.update(schema=2), "schema 2, expected 1"),
+        (lambda row: row.pop("reason"), "missing or unknown: reason"),
+        (lambda row: row.update(tile=[64, 128]), "`tile` is [64, 128]"),
+        (lambda row: row.update(tile=[64, 0, 128]), "block_k must be positive"),
+        (lambda row: row.update(tile=[50, 100, 128]), "block_k=100 is neither a multiple of 128"),
+        (lambda row: row.update(tile=[24, 128, 128]), "block_m=24 is neither a multiple of 16"),
+        (lambda row: row.update(vmem_limit_bytes=2**30), "and a v5e has 134217728"),
+        (lambda row: row.update(seconds=-1.0), "`seconds` is -1.0"),
+        (lambda row: row["key"].pop("k"), "missing or unknown: k"),
+        (_key(extra=1), "missing or unknown: extra"),
+        (_key(operator="../../evil"), "there is no operator '../../evil'"),
+        (_key(implementation="cuda"), "no implementation 'cuda'"),
+        (_key(device="TPU v5 lite"), "`device` is 'TPU v5 lite', expected 'v5e'"),
+        (_key(device=5), "`device` of the key is 5"),
+        (_key(m=100), "`m` is 100, expected 128"),
+        (_key(k=True), "`k` of the key is True"),
+        (_key(n=-4), "`n` of the key is -4"),
+        (_key(layout="NX"), "`layout` is 'NX'"),
+        (_key(lhs_dtype="float99"), "float99"),
+        (_key(lhs_dtype="float16"), "float16"),
+        (_key(precision="BEST"), "`precision` is 'BEST'"),
+        (_key(batch=[[2, 3, False]]), "operands that do not fit"),
+        (_key(batch=[[2, 2, 0]]), "`batch` of the key is"),
+    ],
+)
+def test_one_bad_entry_and_nothing_is_imported(spoil, reason, tmp_path, folder):
+    _put(_problem(8), 8, 128, 128)
+    before = _contents(folder)
+    rows = json.loads(table_json([_entry(_problem(16)), _entry(_problem(64))]))
+    assert [row["key"]["m"] for row in rows["entries"]] == [16, 64]
+    spoil(rows["entries"][1])
+    table = tmp_path / "table.json"
+    table.write_text(json.dumps(rows))
+    message = _error(_run("import", table))
+    assert message.startswith(f"Error: {table}: entry 1: ")
+    assert reason in message
+    assert message.endswith("Nothing was imported.")
+    assert _contents(folder) == before
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "it is no JSON"),
+        ("[]", "expected an object with a list `entries`"),
+        ('{"schema": 9, "entries": []}', "schema 9, expected 1"),
+        ('{"schema": 1, "entries": []}', "it holds no entries"),
+    ],
+)
+def test_a_bad_table_says_what_is_wrong(text, reason, tmp_path):
+    table = tmp_path / "table.json"
+    table.write_text(text)
+    assert reason in _error(_run("import", table))
+
+
+def test_two_answers_to_one_problem_are_refused(tmp_path, folder):
+    table = tmp_path / "table.json"
+    entries = [_entry(_problem(64), 64, 128, 128), _entry(_problem(60), 32, 128, 128)]
+    table.write_text(table_json(entries))
+    assert "entry 1 is for the same problem as entry 0" in _error(_run("import", table))
+    assert _contents(folder) == {}
+
+
+@pytest.mark.parametrize("block_m", [33, 64, 16, 100])
+def test_a_block_that_is_the_whole_of_some_m_of_the_class_is_good(block_m):
+    # 33 rows are the whole axis of m = 33, which the class of 64 serves; 100 are cut to the class.
+    assert check_entry(_entry(_problem(64), block_m, 512, 128)).m in (33, 64)
+
+
+def test_an_import_that_cannot_be_stored_is_an_error(tmp_path, monkeypatch):
+    table = tmp_path / "table.json"
+    table.write_text(table_json([_entry(_problem())]))
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("PALLAS_OPS_CACHE_DIR", str(tmp_path / "file"))
+    message = _error(_run("import", table))
+    assert "0 of 1 imported: tiles cannot be stored in" in message
+
+
+# clear
+
+
+def test_clear_asks(folder):
+    _put(_problem())
+    _put(_problem(8)).write_bytes(b"broken")
+    question = f"Remove 2 stored tiles from {folder}? [y/N]"
+    result = _run("clear", input="n\n")
+    assert result.exit_code == 1
+    assert question in result.stdout
+    assert _run("clear", input="").exit_code == 1  # nobody there to ask
+    assert len(_contents(folder)) == 2
+    result = _run("clear", input="y\n")
+    assert (result.exit_code, _contents(folder)) == (0, {})
+    assert "2 stored tiles removed." in result.stdout
+    assert "Nothing is stored in" in _run("clear").stdout
+
+
+def test_clear_is_for_this_process_as_well():
+    problem, resolver = _problem(), po.CachedResolver(quiet=True)
+    _put(problem)
+    assert resolver.resolve(problem).source == "store"
+    _run("clear", "--yes")
+    assert resolver.resolve(problem).source == "estimate"
+
+
+# why
+
+
+def _why(*arguments):
+    result = _run("why", *arguments, "--json")
+    assert (result.exit_code, result.stderr) == (0, ""), result.stderr
+    return json.loads(result.stdout)
+
+
+def _asked(why):
+    return [step["asked"].split(",")[0] for step in why["steps"]]
+
+
+def test_why_of_what_is_nowhere(folder):
+    result = _run("why", 2048, 4096, 4096, "--device", "v5e")
+    assert (result.exit_code, result.stderr) == (0, "")
+    path = TileStore().path(problem_key(_problem(2048, 4096, 4096)), versions())
+    assert f"the store, {path}: nothing\n" in result.stdout
+    assert "Tile    block_m=1024, block_k=1024, block_n=512\n" in result.stdout
+    assert "Source  estimate: " in result.stdout
+    assert "limit 16.0 MiB (the default), of 128.0 MiB in all" in result.stdout
+    assert "Grid    64 steps: batch 1 x m 2 x n 8 x k 4" in result.stdout
+    assert not folder.exists()
+
+
+def test_why_of_what_is_stored():
+    path = _put(_problem(), 64, 256, 128)
+    why = _why(64, 512, 256, "--device", "v5e")
+    assert _asked(why) == ["the call", "PALLAS_OPS_TILES", "the store"]
+    assert str(path) in why["steps"][-1]["asked"]
+    assert "TileConfig(block_m=64, block_k=256, block_n=128)" in why["steps"][-1]["answer"]
+    assert (why["tile"], why["source"]) == ([64, 256, 128], "store")
+    # Another device, dtype or layout is another problem.
+    for other in (["v6e"], ["v5e", "--dtype", "float32"], ["v5e", "--layout", "NN"]):
+        assert _why(64, 512, 256, "--device", *other)["source"] == "estimate"
+    assert _why(64, 512, 256)["source"] == "estimate"
+
+
+def test_why_of_a_file_that_cannot_be_used():
+    _put(_problem()).write_bytes(b"\x00")
+    why = _why(64, 512, 256, "--device", "v5e")
+    assert why["steps"][2]["answer"] == "a file that cannot be used"
+    assert why["source"] == "estimate"
+    (warning,) = why["warnings"]
+    assert "cannot be used and is left out: it is no JSON" in warning
+
+
+def test_why_of_each_resolver(monkeypatch):
+    _put(_problem())
+    arguments = (64, 512, 256, "--device", "v5e")
+    assert _why(*arguments, "--tiles", "cached")["source"] == "store"
+    assert _why(*arguments, "--tiles", "autotune")["source"] == "store"
+    static = _why(*arguments, "--tiles", "static")
+    assert static["source"] == "estimate"
+    assert _asked(static)[-1] == "the estimate by shape"
+    assert "the store" not in _asked(static)
+    monkeypatch.setenv("PALLAS_OPS_TILES", "static")
+    named = _why(*arguments)
+    assert (named["source"], _asked(named)[1]) == ("estimate", "PALLAS_OPS_TILES=static")
+    assert _why(*arguments, "--tiles", "cached")["source"] == "store"
+    monkeypatch.setenv("PALLAS_OPS_TILES", "compiler")
+    assert "is not in this version of pallas_ops" in _error(_run("why", *arguments))
+
+
+def test_why_measures_nothing(folder):
+    arguments = (64, 512, 256, "--tiles", "autotune")
+    why = _why(*arguments)
+    assert {"asked": "measuring", "answer": "cannot be done here, without a TPU"} in why["steps"]
+    why = _why(*arguments, "--implementation", "interpret")
+    (answer,) = [step["answer"] for step in why["steps"] if step["asked"] == "measuring"]
+    assert "by the first call" in answer
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("product", ["forward", "lhs_cotangent", "rhs_cotangent"])
+@pytest.mark.parametrize("layout", ["NN", "NT", "TN", "TT"])
+def test_why_asks_for_what_a_program_asks_for(layout, product):
+    asked = []
+
+    class Asking:
+        def resolve(self, problem):
+            asked.append(problem)
+            return po.StaticResolver().resolve(problem)
+
+    flags = dict(transpose_lhs=layout[0] == "T", transpose_rhs=layout[1] == "T")
+    lhs = jax.numpy.ones((40, 24) if flags["transpose_lhs"] else (24, 40))
+    rhs = jax.numpy.ones((56, 40) if flags["transpose_rhs"] else (40, 56))
+
+    def loss(lhs, rhs):
+        call = dict(tiles=Asking(), implementation="interpret", **flags)
+        return po.matmul(lhs, rhs, **call).sum()
+
+    if product == "forward":
+        jax.jit(loss).lower(lhs, rhs)
+    else:
+        gradient = jax.grad(loss, 0 if product == "lhs_cotangent" else 1)
+        jax.jit(gradient).lower(lhs, rhs)
+        # The forward product is in the program as well, until XLA drops it.
+        asked = [one for one in asked if (one.m, one.k, one.n) != (24, 40, 56)]
+    (problem,) = asked
+    options = ("--dtype", "float32", "--implementation", "interpret")
+    why = _why(24, 40, 56, "--layout", layout, "--product", product, *options)
+    assert why["problem"] == json.loads(json.dumps(problem_key(problem))) | {"m": problem.m}
+
+
+def test_the_grid_is_that_of_the_kernel():
+    problem = _problem(100, 1000, 300, device=None, implementation="interpret")
+    _put(problem, 32, 256, 128)
+    why = _why(100, 1000, 300, "--implementation", "interpret")
+    assert why["tile"] == [32, 256, 128]
+    matmul = problem.matmul
+    arrays = [
+        jax.ShapeDtypeStruct(matmul.lhs_shape, matmul.lhs_dtype),
+        jax.ShapeDtypeStruct(matmul.rhs_shape, matmul.rhs_dtype),
+    ]
+    program = jax.make_jaxpr(
+        lambda *arrays: run_kernel(matmul, (32, 256, 128), *arrays, implementation="interpret")
+    )(*arrays)
+    (call,) = [e for e in program.eqns if e.primitive.name == "pallas_call"]
+    grid = why["grid_steps"]
+    assert call.params["grid_mapping"].grid == (grid["m"], grid["n"], grid["k"]) == (4, 3, 4)
+
+
+def test_a_raised_limit_is_told():
+    _put(_problem(4096, 4096, 4096), 1024, 4096, 512)
+    why = _why(4096, 4096, 4096, "--device", "v5e")
+    assert why["vmem_limit_is_raised"]
+    assert 2**24 < why["vmem_estimate_bytes"] < why["vmem_limit_bytes"] < 2**27
+    result = _run("why", 4096, 4096, 4096, "--device", "v5e")
+    assert "(raised for it), of 128.0 MiB in all" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([0, 4, 4], "0 is not in the range"),
+        ([4, 4], "Missing argument 'N'"),
+        ([4, 4, 4, "--device", "v9"], "Unknown TPU 'v9'. Known are"),
+        ([4, 4, 4, "--implementation", "xla"], "'xla' is not one of 'mosaic'"),
+        ([4, 4, 4, "--dtype", "float16"], "'float16' is not one of"),
+        ([4, 4, 4, "--dtype", "int8", "--product", "lhs_cotangent"], "int8 has no gradients"),
+        ([4, 4, 4, "--tiles", "compiler"], "'compiler' is not one of"),
+    ],
+)
+def test_bad_questions(arguments, message):
+    result = _run("why", *arguments)
+    assert message in _error(result)
+    assert result.stdout == ""
+
+
+def test_what_the_kernel_does_not_have():
+    result = _run("why", 4, 4, 4, "--dtype", "int8", "--device", "v4")
+    assert result.exit_code == 1
+    assert "the MXU of a TPU v4 has no int8 products" in result.stderr
+
+
+def test_as_a_person_runs_it(tmp_path):
+    # The platform is left to JAX, which then loads libtpu and hears its complaints.
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    result = subprocess.run(
+        [sys.executable, "-m", "pallas_ops", "tiles", "why", "8", "128", "128"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    assert str(tmp_path / "cache" / "tiles") in result.stdout

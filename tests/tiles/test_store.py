@@ -1,0 +1,519 @@
+"""The store: what is written is found again, and no file that is there can hurt."""
+
+import dataclasses
+import errno
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_ops as po
+from pallas_ops.tiles import (
+    _autotune,
+    Entry,
+    forget,
+    problem_key,
+    TileStore,
+    versions,
+)
+from pallas_ops.tiles._sweep import Sweep
+
+from .conftest import forget_what_this_process_knows
+from .tools import RecordingTimer, ROOT, run_python, tile_problem
+
+
+PROBLEM = tile_problem(8, 256, 8)
+WINNER = po.TileConfig(8, 128, 8)
+X, W = jnp.ones((8, 256)), jnp.ones((256, 8))
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*which tells nothing about a TPU")
+
+
+def entry_of(problem=PROBLEM, tile=WINNER, **fields):
+    return Entry(key=problem_key(problem), versions=versions(), tile=tile, **fields)
+
+
+def path_of(store, problem=PROBLEM):
+    path = TileStore(store).path(problem_key(problem), versions())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def call(tiles):
+    """A call of a new function: the resolver is asked, with what this process remembers."""
+    return jax.jit(lambda x, w: po.matmul(x, w, tiles=tiles, implementation="interpret"))(X, W)
+
+
+def left_behind(store):
+    return [path for path in store.rglob("*") if path.name.startswith(".new-")]
+
+
+def test_an_entry_is_found_again_as_it_was_written(store):
+    entry = entry_of(
+        vmem_limit_bytes=1 << 25, reason="why", seconds=1.5e-5, failures={"8x256x8": "no"}
+    )
+    assert TileStore(store).put(entry)
+    assert TileStore(store).get(entry.key, entry.versions) == entry
+    assert [found for _, found in TileStore(store).entries()] == [entry]
+    assert left_behind(store) == []
+
+
+def test_two_calls_one_sweep():
+    timer = RecordingTimer()
+    for _ in range(2):
+        call(po.AutotuneResolver(timer=timer))
+    assert timer.sweeps == [PROBLEM]
+
+
+def test_forget_asks_the_store_again(store):
+    timer = RecordingTimer()
+    tiles = po.AutotuneResolver(timer=timer)
+    run = jax.jit(lambda x: po.matmul(x, W, tiles=tiles, implementation="interpret"))
+    run(X)
+    TileStore(store).clear()
+    run(X)
+    assert timer.sweeps == [PROBLEM]
+    forget()
+    run(X)
+    assert timer.sweeps == [PROBLEM] * 2
+
+
+def test_a_new_process_does_not_sweep_and_another_jax_does(store, monkeypatch):
+    code = """
+import sys, warnings, jax, jax.numpy as jnp, pallas_ops as po
+warnings.simplefilter("ignore")
+said = []
+
+class Keeping:
+    def resolve(self, problem):
+        said.append(po.AutotuneResolver().resolve(problem).source)
+        return po.StaticResolver().resolve(problem)
+
+x = jnp.ones((8, 256))
+tiles = Keeping() if "keep" in sys.argv else None  # what the environment says
+f = jax.jit(lambda x: po.matmul(x, jnp.ones((256, 8)), tiles=tiles, implementation="interpret"))
+print(f(x)[0, 0], said, [entry.source for _, entry in po.tiles.TileStore().entries()])
+print(po.tiles.TileStore().directory, po.__file__)
+"""
+    first = run_python(code, PALLAS_OPS_TILES="autotune")
+    second = run_python(code, "keep", PALLAS_OPS_TILES="static")
+    assert first.splitlines()[0] == "256.0 [] ['autotune']"
+    assert second.splitlines()[0] == "256.0 ['store'] ['autotune']"
+    assert f"{store}/tiles {ROOT}" in second
+    timer = RecordingTimer()
+    tiles = po.AutotuneResolver(timer=timer)
+    assert tiles.resolve(PROBLEM).source == "store"
+    assert timer.calls == []
+    monkeypatch.setattr(jax, "__version__", "0.0.1")
+    forget_what_this_process_knows()
+    assert tiles.resolve(PROBLEM).source == "autotune"
+    assert timer.sweeps == [PROBLEM]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(device="v5e"),
+        dict(implementation="mosaic"),
+        dict(implementation="tpu_interpret"),
+        dict(epilogue="relu"),
+        dict(operator="other"),
+        dict(matmul=tile_problem(8, 257, 8).matmul),
+        dict(matmul=tile_problem(8, 256, 9).matmul),
+        dict(matmul=tile_problem(9, 256, 8).matmul),
+        dict(matmul=tile_problem(8, 256, 8, layout="NT").matmul),
+        dict(matmul=tile_problem(8, 256, 8, "bfloat16").matmul),
+        dict(matmul=tile_problem(8, 256, 8, rhs="bfloat16").matmul),
+        dict(matmul=tile_problem(8, 256, 8, out="bfloat16").matmul),
+        dict(matmul=tile_problem(8, 256, 8, precision=jax.lax.Precision.HIGHEST).matmul),
+        dict(
+            matmul=dataclasses.replace(
+                PROBLEM.matmul, lhs_shape=(3, 8, 256), rhs_shape=(3, 256, 8), sum_leading=(False,)
+            )
+        ),
+        dict(
+            matmul=dataclasses.replace(
+                PROBLEM.matmul, lhs_shape=(3, 8, 256), rhs_shape=(3, 256, 8), sum_leading=(True,)
+            )
+        ),
+        dict(
+            matmul=dataclasses.replace(
+                PROBLEM.matmul, lhs_shape=(1, 8, 256), rhs_shape=(3, 256, 8), sum_leading=(False,)
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_everything_a_tile_may_depend_on_is_in_the_key(store, change):
+    other = dataclasses.replace(PROBLEM, **change)
+    TileStore(store).put(entry_of())
+    assert problem_key(other) != problem_key(PROBLEM)
+    assert TileStore(store).get(problem_key(other), versions()) is None
+    # The key is JSON, and comes back from JSON as it was.
+    assert json.loads(json.dumps(problem_key(other))) == problem_key(other)
+
+
+@pytest.mark.parametrize("what", ["jax", "libtpu", "kernel"])
+def test_every_version_is_in_the_key(store, what):
+    TileStore(store).put(entry_of())
+    assert TileStore(store).get(problem_key(PROBLEM), versions()) is not None
+    other = {**versions(), what: "another"}
+    assert TileStore(store).get(problem_key(PROBLEM), other) is None
+
+
+def test_timings_of_one_implementation_are_never_anothers(store):
+    timers = {name: RecordingTimer() for name in ("interpret", "tpu_interpret")}
+    for name, timer in timers.items():
+        for _ in range(2):
+            resolution = po.AutotuneResolver(timer=timer).resolve(
+                dataclasses.replace(PROBLEM, implementation=name)
+            )
+            assert resolution.tile == WINNER
+    assert [p.implementation for t in timers.values() for p in t.sweeps] == list(timers)
+    stored = {entry.key["implementation"] for _, entry in TileStore(store).entries()}
+    assert stored == set(timers)
+    on_tpu = dataclasses.replace(PROBLEM, implementation="mosaic", can_be_timed=False)
+    assert po.AutotuneResolver().resolve(on_tpu).source == "estimate"
+
+
+def _with(**fields):
+    return json.dumps({**entry_of().as_json(), **fields}).encode()
+
+
+def _without(name):
+    fields = entry_of().as_json()
+    del fields[name]
+    return json.dumps(fields).encode()
+
+
+def _deep(levels):
+    return _with(key="deep").replace(b'"deep"', b'{"a":' * levels + b"1" + b"}" * levels)
+
+
+BAD = {
+    "empty": b"",
+    "truncated": _with()[:-20],
+    "cut in half": _with()[: len(_with()) // 2],
+    "binary": bytes(range(256)) * 4,
+    "not utf-8": b'{"schema": "\xff"}',
+    "a list": b"[]",
+    "null": b"null",
+    "a pickle": b"\x80\x04\x95\x10\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix",
+    "not a number": b'{"schema": NaN}',
+    "deep list": b"[" * 100_000,
+    "deep key": _deep(100_000),
+    "rather deep key": _deep(900),
+    "deep key within bounds": _deep(300),
+    "a number of a million digits": b"1" * 1_000_000,
+    # What follows is not read either, so that this alone would be an entry.
+    "huge": _with() + b" " * (1 << 20),
+    "other schema": _with(schema=2),
+    "no schema": _without("schema"),
+    "a field too many": _with(more=1),
+    "a field too few": _without("tile"),
+    "tile of two": _with(tile=[8, 128]),
+    "tile of four": _with(tile=[8, 128, 8, 8]),
+    "tile of words": _with(tile=["8", "128", "8"]),
+    "tile of floats": _with(tile=[8.0, 128.0, 8.0]),
+    "tile of zero": _with(tile=[8, 0, 8]),
+    "tile of true": _with(tile=[8, True, 8]),
+    "tile of lists": _with(tile=[[8], [128], [8]]),
+    "a negative limit": _with(vmem_limit_bytes=-1),
+    "a limit of true": _with(vmem_limit_bytes=True),
+    "a limit of words": _with(vmem_limit_bytes="all"),
+    "an enormous limit": _with(vmem_limit_bytes=1 << 40),
+    "seconds in words": _with(seconds="fast"),
+    "failures in a list": _with(failures=[]),
+    "a source of none": _with(source=None),
+    "another problem": json.dumps(entry_of(tile_problem(8, 512, 8)).as_json()).encode(),
+    "another version": _with(versions={**versions(), "jax": "0.0.1"}),
+    "no versions": _with(versions={}),
+}
+
+
+def only_warning(caught):
+    # Those of the interpreter apart, which the filter of this module does not reach here.
+    (found,) = [w for w in caught if "tells nothing about a TPU" not in str(w.message)]
+    return str(found.message)
+
+
+@pytest.mark.parametrize("content", BAD.values(), ids=BAD)
+def test_a_file_that_is_no_entry_is_a_miss_and_one_warning(store, content):
+    path_of(store).write_bytes(content)
+    tile_store, key = TileStore(store), problem_key(PROBLEM)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert [tile_store.get(key, versions()) for _ in range(2)] == [None, None]
+    assert str(path_of(store)) in only_warning(caught)
+    assert "pallas-ops tiles clear" in only_warning(caught)
+    # It can be listed, replaced and cleared.
+    assert len(list(tile_store.entries())) == 1
+    assert tile_store.put(entry_of())
+    assert tile_store.get(key, versions()) == entry_of()
+    path_of(store).write_bytes(content)
+    assert tile_store.clear() == 1
+
+
+@pytest.mark.parametrize("resolver", [po.AutotuneResolver, po.CachedResolver])
+def test_a_bad_file_is_replaced_by_what_is_found_anew(store, resolver):
+    path_of(store).write_bytes(BAD["truncated"])
+    timer = RecordingTimer()
+    tuned = po.AutotuneResolver(timer=timer)
+    tiles = tuned if resolver is po.AutotuneResolver else po.CachedResolver(fallback=tuned)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        np.testing.assert_allclose(call(tiles), X @ W)
+    assert timer.sweeps == [PROBLEM]
+    assert "cannot be used" in str(caught[0].message)
+    assert TileStore(store).get(problem_key(PROBLEM), versions()).tile == WINNER
+
+
+def _directory_for_a_file(store, monkeypatch):
+    path_of(store).mkdir()
+
+
+def _file_for_a_directory(store, monkeypatch):
+    store.mkdir()
+    (store / "tiles").write_text("a file")
+
+
+def _file_for_the_store(store, monkeypatch):
+    store.write_text("a file")
+
+
+def _link_to_itself(store, monkeypatch):
+    path = path_of(store)
+    path.symlink_to(path)
+
+
+def _failing(monkeypatch, owner, name, code, only=""):
+    """An operation of the system that fails for the store: tests may run as root, who may all."""
+    real = getattr(owner, name)
+
+    def fail(*args, **kwargs):
+        if only in str([*args, *kwargs.values()]):
+            raise OSError(code, os.strerror(code))
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, fail)
+
+
+def _unreadable(store, monkeypatch):
+    path_of(store).write_bytes(_with())
+    _failing(monkeypatch, pathlib.Path, "open", errno.EACCES, only="tiles/matmul-")
+
+
+def _read_error(store, monkeypatch):
+    path_of(store).write_bytes(_with())
+    _failing(monkeypatch, pathlib.Path, "open", errno.EIO, only="tiles/matmul-")
+
+
+def _no_folder_may_be_made(store, monkeypatch):
+    _failing(monkeypatch, pathlib.Path, "mkdir", errno.EROFS)
+
+
+def _read_only_folder(store, monkeypatch):
+    _failing(monkeypatch, os, "open", errno.EACCES, only=".new-")
+
+
+def _no_rename(store, monkeypatch):
+    _failing(monkeypatch, os, "replace", errno.EACCES)
+
+
+class _FullDisk:
+    """A file whose every byte is one too many."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.file.close()
+
+    def write(self, text):
+        self.file.write(text[:3])
+        self.file.flush()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _full_disk(store, monkeypatch):
+    real = os.fdopen
+    monkeypatch.setattr(os, "fdopen", lambda *args, **kwargs: _FullDisk(real(*args, **kwargs)))
+
+
+BROKEN = [
+    _directory_for_a_file,
+    _file_for_a_directory,
+    _file_for_the_store,
+    _link_to_itself,
+    _unreadable,
+    _read_error,
+    _no_folder_may_be_made,
+    _read_only_folder,
+    _no_rename,
+    _full_disk,
+]
+
+
+def _only_ask_the_timer(problem, tiles, *, timer, **_):
+    seconds = {tile: timer(problem, tile, None, 0.0) for tile in tiles}
+    return Sweep(dict(sorted(seconds.items(), key=lambda pair: pair[1])))
+
+
+@pytest.mark.parametrize("breaking", BROKEN)
+def test_a_store_that_cannot_be_used_is_one_warning(store, monkeypatch, breaking):
+    monkeypatch.setattr(_autotune, "sweep", _only_ask_the_timer)
+    breaking(store, monkeypatch)
+    timer = RecordingTimer()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        tiles = po.AutotuneResolver(timer=timer)
+        np.testing.assert_allclose(call(tiles), X @ W)
+        # Once for the process: what is not stored is remembered.
+        assert tiles.resolve(PROBLEM).tile == WINNER
+        # And one warning for the store, not for each problem.
+        other = dataclasses.replace(PROBLEM, device="v5e")
+        tiles.resolve(other)
+    monkeypatch.undo()
+    assert timer.sweeps == [PROBLEM, other]
+    assert str(store) in only_warning(caught)
+    assert left_behind(store) == []
+
+
+def test_reading_makes_no_folder(store):
+    assert TileStore(store).get(problem_key(PROBLEM), versions()) is None
+    assert list(TileStore(store).entries()) == []
+    assert TileStore(store).clear() == 0
+    assert not store.exists()
+
+
+WRITER = """
+import sys, jax
+from pallas_ops import TileConfig
+from pallas_ops.tiles import Entry, TileStore
+store, writer, count = TileStore(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+print("ready", flush=True)
+sys.stdin.readline()
+for i, k in [(i, k) for i in range(count) for k in (i, [writer, i])]:
+    key = {"operator": "matmul", "k": k}
+    # The fields of one entry belong together: a torn one would mix two writers' numbers.
+    entry = Entry(key, {}, TileConfig(writer, i + 1, writer), reason=str(writer) * 3000,
+        seconds=float(writer))
+    assert store.put(entry)
+    found = store.get(key, {})
+    assert found is not None, key
+    assert found == entry or k == i
+"""
+
+
+def test_two_processes_write_at_once_and_nothing_is_lost_or_torn(store):
+    """Keys that both write, and keys of their own, while a third process reads all of them."""
+    count, writers = 100, (1, 2)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(store), str(writer), str(count)],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for writer in writers
+    ]
+    for process in started:
+        assert process.stdout.readline() == "ready\n"
+    for process in started:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    tile_store, seen = TileStore(store), 0
+    while any(process.poll() is None for process in started):
+        for _, entry in tile_store.entries():
+            assert isinstance(entry, Entry), entry
+            seen += 1
+    for process in started:
+        _, errors = process.communicate()
+        assert (process.returncode, errors) == (0, "")
+    assert seen
+    entries = [entry for _, entry in tile_store.entries()]
+    assert len(entries) == 3 * count
+    for entry in entries:
+        writer = entry.tile.block_m
+        assert (entry.seconds, entry.reason) == (writer, str(writer) * 3000)
+    assert left_behind(store) == []
+
+
+def test_threads_that_ask_at_once_sweep_once():
+    timer, barrier = RecordingTimer(), threading.Barrier(4)
+    found = []
+
+    def ask():
+        barrier.wait()
+        found.append(po.AutotuneResolver(timer=timer).resolve(PROBLEM))
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {resolution.tile for resolution in found} == {WINNER}
+    assert len(found) == 4
+    assert timer.sweeps == [PROBLEM]
+
+
+def test_a_known_problem_is_resolved_without_a_file(store):
+    timer = RecordingTimer()
+    tuned = po.AutotuneResolver(timer=timer)
+    tuned.resolve(PROBLEM)
+    resolvers = [tuned, po.CachedResolver(), po.StaticResolver()]
+    forget_what_this_process_knows()
+    for resolver in resolvers:
+        resolver.resolve(PROBLEM)
+    with watching_files() as opened:
+        for resolver in resolvers:
+            resolver.resolve(PROBLEM)
+        assert opened == []
+        # The watch sees what it should see.
+        TileStore(store).get(problem_key(PROBLEM), versions())
+        assert any("tiles/matmul-" in path for path in opened)
+    assert timer.sweeps == [PROBLEM]
+
+
+_watches = []
+
+
+def _audit(event, args):
+    if _watches and event in ("open", "os.listdir", "os.scandir"):
+        _watches[-1].append(str(args[0]))
+
+
+sys.addaudithook(_audit)
+
+
+class watching_files:
+    """Every path that Python opens or lists, whoever asks for it."""
+
+    def __enter__(self):
+        _watches.append([])
+        return _watches[-1]
+
+    def __exit__(self, *_):
+        _watches.pop()
+
+
+def test_default_folder(monkeypatch, tmp_path):
+    import platformdirs
+
+    assert TileStore().directory == tmp_path / "cache" / "tiles"
+    monkeypatch.setenv("PALLAS_OPS_CACHE_DIR", "")
+    assert TileStore().directory == platformdirs.user_cache_path("pallas-ops") / "tiles"
