@@ -7,30 +7,19 @@ from typing import Any
 
 from .._hardware import find_generation
 from ..tiles import (
-    AutotuneResolver,
-    CachedResolver,
     estimate_vmem_bytes,
     problem_key,
     Resolution,
     resolve_tile,
-    StaticResolver,
     TileChoice,
     TileProblem,
-    TileResolver,
     TileStore,
     versions,
 )
-from ..tiles._environment import environment_resolver, TILES_VARIABLE
+from ..tiles._environment import environment_resolver, RESOLVERS, TILES_VARIABLE
 from ..tiles._tables import shipped_tables
 from ..tiles._vmem import scoped_vmem_limit_bytes
 from ._console import default_platform
-
-
-RESOLVERS: dict[str, TileResolver] = {
-    "static": StaticResolver(),
-    "cached": CachedResolver(quiet=True),
-    "autotune": AutotuneResolver(),
-}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,11 +11,12 @@ from ._static import StaticResolver
 TILES_VARIABLE = "PALLAS_OPS_TILES"
 """The environment variable that names a resolver."""
 
-_RESOLVERS: dict[str, TileResolver] = {
+RESOLVERS: dict[str, TileResolver] = {
     "static": StaticResolver(),
     "cached": DEFAULT_RESOLVER,
     "autotune": AutotuneResolver(),
 }
+"""The resolvers that have a name."""
 
 
 def environment_resolver() -> TileResolver | None:
@@ -31,10 +32,10 @@ def environment_resolver() -> TileResolver | None:
     if name == "compiler":
         raise ValueError(
             f"{TILES_VARIABLE}=compiler: choosing tiles with the TPU compiler is not in this "
-            f"version of pallas_ops. There are: {', '.join(_RESOLVERS)}."
+            f"version of pallas_ops. There are: {', '.join(RESOLVERS)}."
         )
-    if name not in _RESOLVERS:
+    if name not in RESOLVERS:
         raise ValueError(
-            f"{TILES_VARIABLE}={name!r} names no tile resolver. There are: {', '.join(_RESOLVERS)}."
+            f"{TILES_VARIABLE}={name!r} names no tile resolver. There are: {', '.join(RESOLVERS)}."
         )
-    return _RESOLVERS[name]
+    return RESOLVERS[name]

@@ -127,31 +127,30 @@ def sweep(
             return Timing(float(timer(problem, tile, run, _HOPELESS * best)))
         return time_per_call(run, hopeless_seconds=_HOPELESS * best)
 
-    # Tracing is not for several threads; what takes long, the compiler, is. Only a few tiles are
-    # ahead of the one that is timed, so that little is compiled in vain when the budget ends.
-    workers = max(1, min(4, (os.cpu_count() or 1) - 1))
-    waiting: dict[TileConfig, concurrent.futures.Future] = {}
-    rest = iter(tiles)
+    # In batches: while one tile is timed no other is compiled, and little is compiled in vain when
+    # the budget ends. Tracing is not for several threads; what takes long, the compiler, is.
+    workers = min(4, os.cpu_count() or 1)
+    compiling: dict[TileConfig, concurrent.futures.Future] = {}
 
-    def fill(pool):
-        while len(waiting) <= workers and (tile := next(rest, None)) is not None:
+    def compile_batch(pool, batch):
+        for tile in batch:
             try:
-                waiting[tile] = pool.submit(lower(tile).compile)
+                compiling[tile] = pool.submit(lower(tile).compile)
             except Exception as error:
                 result.failures[tile] = _reason(error)
+        concurrent.futures.wait(compiling.values())
 
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
         for number, tile in enumerate(_advancing(tiles, "Timing tiles")):
             if (number and clock() > end) or (stop is not None and stop.is_set()):
-                result.left_out = len(tiles) - number
-                for future in waiting.values():
-                    future.cancel()
+                result.left_out = sum(rest not in result.failures for rest in tiles[number:])
                 break
-            fill(pool)
+            if number % workers == 0:
+                compile_batch(pool, tiles[number : number + workers])
             if tile in result.failures:
                 continue
             try:
-                timing = measure(tile, waiting.pop(tile).result())
+                timing = measure(tile, compiling.pop(tile).result())
             except Exception as error:
                 result.failures[tile] = _reason(error)
                 continue
