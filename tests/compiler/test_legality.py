@@ -4,6 +4,7 @@ Interpret mode passes what hardware refuses. Many kernels go into one program, w
 takes as a whole or not at all; its error names the kernel.
 """
 
+import dataclasses
 import itertools
 import subprocess
 import sys
@@ -290,16 +291,19 @@ def test_the_compiler_refuses_what_the_legality_rule_refuses():
         compile_for_tpu(pallas_matmul(problem, 8, 128, 100), x, x)
 
 
+@dataclasses.dataclass(frozen=True)
+class _TooLittle:
+    """A resolver that gives a large tile, and no more VMEM than the compiler's default."""
+
+    def resolve(self, problem):
+        tile = po.TileConfig(2048, 2048, 512)
+        return po.Resolution(tile, "test", vmem_limit_bytes=16 * 1024 * 1024)
+
+
 def test_the_compiler_has_the_last_word_on_vmem():
-    bf16 = np.dtype(jnp.bfloat16)
-    x = _array((4096, 4096), bf16)
+    x = _array((4096, 4096), np.dtype(jnp.bfloat16))
     with pytest.raises(Exception, match=r"E1001|RESOURCE_EXHAUSTED"):
-        compile_for_tpu(
-            lambda x: po.matmul(
-                x, x, tiles=po.TileConfig(2048, 2048, 512), implementation="mosaic"
-            ),
-            x,
-        )
+        compile_for_tpu(lambda x: po.matmul(x, x, tiles=_TooLittle(), implementation="mosaic"), x)
 
 
 @pytest.mark.slow
