@@ -17,6 +17,7 @@ from .operators import (
 from .tiles import (
     AutotuneResolver as AutotuneResolver,
     CachedResolver as CachedResolver,
+    CompilerResolver as CompilerResolver,
     Resolution as Resolution,
     StaticResolver as StaticResolver,
     TileConfig as TileConfig,

@@ -17,6 +17,7 @@ class TpuGeneration:
     - `topology`: the smallest topology that libtpu compiles for without such a TPU.
     - `scoped_vmem_limit_bytes`: the compiler's default limit on the VMEM of one kernel, in bytes,
         as its errors state it (libtpu 0.0.42 and 0.0.50).
+    - `is_calibrated`: whether the time model was compared with timings measured on one.
     """
 
     name: str
@@ -24,6 +25,7 @@ class TpuGeneration:
     chip_version: pltpu.ChipVersion
     topology: str
     scoped_vmem_limit_bytes: int
+    is_calibrated: bool = False
 
     @property
     def info(self) -> pltpu.TpuInfo:
@@ -38,7 +40,7 @@ GENERATIONS = {
     for generation in (
         TpuGeneration("v4", ("TPU v4",), pltpu.ChipVersion.TPU_V4, "v4:2x2x1", 16 * _MIB),
         TpuGeneration(
-            "v5e", ("TPU v5 lite", "TPU v5e"), pltpu.ChipVersion.TPU_V5E, "v5e:2x2", 16 * _MIB
+            "v5e", ("TPU v5 lite", "TPU v5e"), pltpu.ChipVersion.TPU_V5E, "v5e:2x2", 16 * _MIB, True
         ),
         TpuGeneration(
             "v5p", ("TPU v5", "TPU v5p"), pltpu.ChipVersion.TPU_V5P, "v5p:2x2x1", 16 * _MIB

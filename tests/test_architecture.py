@@ -16,7 +16,7 @@ ALLOWED = {
     "_hardware": set(),
     "_private": set(),
     "kernels": set(),
-    "tiles": {"_hardware", "_private", "kernels"},
+    "tiles": {"_hardware", "_private", "compiler", "kernels"},
     "compiler": {"_hardware", "kernels"},
     "operators": {"_hardware", "kernels", "tiles"},
     "nn": {"operators", "tiles"},

@@ -14,9 +14,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-# Written out, so that `--help` does not load JAX; a test holds them against the resolver's own.
+# Written out, so that `--help` does not load JAX; a test holds them against the resolvers' own.
 TUNE_BUDGET_SECONDS = 60.0
 TUNE_CANDIDATES = 24
+COMPILE_BUDGET_SECONDS = 50.0
+COMPILE_CANDIDATES = 12
 
 KERNEL_IMPLEMENTATIONS = ("mosaic", "interpret", "tpu_interpret")
 

@@ -9,7 +9,7 @@ from ..compiler import quiet_libtpu
 
 # A command lives in `_<name>.py` as `command`. Of other packages such a file imports only click
 # when it is loaded, so that `--help` does not wait for what one command needs.
-_COMMANDS = ("bench", "demo", "tiles", "tune")
+_COMMANDS = ("bench", "demo", "predict", "tiles", "tune")
 
 
 class _LazyGroup(click.Group):

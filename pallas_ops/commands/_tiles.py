@@ -212,6 +212,52 @@ def _write_whole(path: pathlib.Path, text: str) -> None:
         raise click.ClickException(f"{path} cannot be written: {error.strerror}.") from None
 
 
+@command.command("generate")
+@click.argument("file", type=click.Path(dir_okay=False, path_type=str))
+@click.option("--device", required=True, help="The TPU, such as v5e.")
+@click.option(
+    "--dtype",
+    "dtypes",
+    type=click.Choice(["bfloat16", "float32"]),
+    multiple=True,
+    default=("bfloat16", "float32"),
+    show_default=True,
+)
+@click.option("--candidates", type=click.IntRange(min=1), help="How many are compiled for each.")
+def generate(file: str, device: str, dtypes: tuple[str, ...], candidates: int | None) -> None:
+    """Write the table that comes with the package for one TPU to FILE, by its compiler.
+
+    It holds a tile for the three products of the layers of Bielik-1.5B and of Llama's architecture,
+    for 1 to 8192 rows: predicted, none of them measured. No TPU is needed; it takes a while.
+    """
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from .._hardware import known_generation
+    from ..tiles import table_json
+    from ._generating import CANDIDATES, generate, shipped_problems
+
+    with readable():
+        problems = shipped_problems(known_generation(device).name, dtypes)
+    missing: list[str] = []
+    console = Console(stderr=True)
+    with Progress(console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task(f"Compiling for {device}", total=len(problems))
+
+        def told(problem, entry):
+            if entry is None:
+                missing.append(problem.describe())
+            progress.advance(task)
+
+        entries = generate(problems, most_candidates=candidates or CANDIDATES, told=told)
+    if not entries:
+        raise click.ClickException(f"No tile compiled, of {missing[0]} for one. Nothing written.")
+    _write_whole(pathlib.Path(file), table_json(entries))
+    click.echo(f"{counted(len(entries), 'tile')} written to {file}.")
+    for description in missing:
+        click.echo(f"Without a tile that compiles: {description}")
+
+
 @command.command("import")
 @click.argument("file", type=click.File("rb"))
 def import_(file: Any) -> None:
@@ -293,7 +339,7 @@ def clear(yes: bool) -> None:
 )
 @click.option(
     "--tiles",
-    type=click.Choice(["static", "cached", "autotune"]),
+    type=click.Choice(["static", "cached", "autotune", "compiler"]),
     help="The resolver; PALLAS_OPS_TILES where it is left out, else cached.",
 )
 @_json

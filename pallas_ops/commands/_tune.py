@@ -1,10 +1,13 @@
 """`pallas-ops tune`: measures tiles before a program needs them."""
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import click
 
 from ._console import (
+    COMPILE_BUDGET_SECONDS,
+    COMPILE_CANDIDATES,
     counted,
     default_platform,
     format_seconds,
@@ -79,20 +82,27 @@ def _read_shape(
     help="The TPU that the tiles are stored for; the one that is here, else any.",
 )
 @click.option(
+    "--without-tpu",
+    is_flag=True,
+    help="Measure nothing: ask the TPU compiler, and predict. Needs --device, and no TPU.",
+)
+@click.option(
     "--budget",
     metavar="SECONDS",
     type=click.FloatRange(min=0, min_open=True),
-    default=TUNE_BUDGET_SECONDS,
-    show_default=True,
-    help="For each problem: no tile is begun after so long.",
+    help=(
+        f"For each problem: no tile is begun after so long.  "
+        f"[default: {TUNE_BUDGET_SECONDS:g}; without a TPU {COMPILE_BUDGET_SECONDS:g}]"
+    ),
 )
 @click.option(
     "--candidates",
     metavar="N",
     type=click.IntRange(min=1),
-    default=TUNE_CANDIDATES,
-    show_default=True,
-    help="How many tiles are tried at most for each problem.",
+    help=(
+        f"How many tiles are tried at most for each problem.  "
+        f"[default: {TUNE_CANDIDATES}; without a TPU {COMPILE_CANDIDATES}]"
+    ),
 )
 @click.option("--again", is_flag=True, help="Measure what is stored already, and replace it.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -107,16 +117,19 @@ def command(
     products: tuple[str, ...],
     implementation: str,
     device: str | None,
-    budget: float,
-    candidates: int,
+    without_tpu: bool,
+    budget: float | None,
+    candidates: int | None,
     again: bool,
     as_json: bool,
 ) -> None:
     """Measure tiles, and store the fastest for each product.
 
     Of a shape, M x K by K x N, the product and its two gradients are tuned. What is stored already
-    is not measured again. A program that is jitted already keeps its tiles: start it again, or call
-    pallas_ops.tiles.forget() in it. The exit code is 1 if a product has no tile after all.
+    is not measured again. With --without-tpu the TPU compiler is asked in place of a TPU: what is
+    stored is then a prediction, which a measurement replaces. A program that is jitted already
+    keeps its tiles: start it again, or call pallas_ops.tiles.forget() in it. The exit code is 1 if
+    a product has no tile after all.
     """
     if sizes and len(sizes) != 3:
         raise click.UsageError(f"A shape is three sizes, M K N; got {len(sizes)}.")
@@ -126,7 +139,10 @@ def command(
         raise click.UsageError(
             "Say what to tune: either shapes (M K N, or --shape M,K,N), or --from FILE.py:FUNCTION."
         )
-    device = _check_device(implementation, device)
+    if without_tpu:
+        device = _check_compiled_device(implementation, device)
+    else:
+        device = _check_device(implementation, device)
     if source is not None:
         problems = _problems_from(source, device, implementation)
     else:
@@ -150,20 +166,25 @@ def command(
                 for product in products
             ]
 
-    from ._tuning import one_for_each_entry, tune
+    from ._tuning import one_for_each_entry
 
     console = make_console()
     problems = one_for_each_entry(problems)
+    if budget is None:
+        budget = COMPILE_BUDGET_SECONDS if without_tpu else TUNE_BUDGET_SECONDS
+    if candidates is None:
+        candidates = COMPILE_CANDIDATES if without_tpu else TUNE_CANDIDATES
     if not as_json:
         console.print(f"{counted(len(problems), 'problem')}, at most about {budget:g} s each.")
-        if implementation != "mosaic":
+        if without_tpu:
+            console.print(f"Nothing is measured: the compiler is asked for a {device}.")
+        elif implementation != "mosaic":
             console.print(
                 f"Timed is {implementation!r}, which tells nothing about a TPU. The tiles are "
                 f"stored for {implementation!r} alone."
             )
     found = []
-    for problem in problems:
-        tuned = tune(problem, budget_seconds=budget, most_candidates=candidates, again=again)
+    for tuned in _tune(problems, without_tpu, budget, candidates, again):
         found.append(tuned)
         if not as_json:
             _print_tuned(console, tuned)
@@ -176,6 +197,40 @@ def command(
         )
 
 
+def _tune(
+    problems: "list[TileProblem]", without_tpu: bool, budget: float, candidates: int, again: bool
+) -> "Iterator[Tuned]":
+    from ..compiler import CompilePool
+    from ._tuning import tune, tune_without_tpu
+
+    if not without_tpu:
+        for problem in problems:
+            yield tune(problem, budget_seconds=budget, most_candidates=candidates, again=again)
+        return
+    with CompilePool() as pool:
+        for problem in problems:
+            yield tune_without_tpu(
+                problem, pool, budget_seconds=budget, most_candidates=candidates, again=again
+            )
+
+
+def _check_compiled_device(implementation: str, device: str | None) -> str:
+    """The device that is compiled for; an error where that is not said."""
+    if implementation != "mosaic":
+        raise click.UsageError(
+            f"--without-tpu compiles the kernel for a TPU, which is mosaic and not "
+            f"{implementation}."
+        )
+    if device is None:
+        raise click.UsageError("--without-tpu compiles for one TPU: say which, as --device v5e.")
+    from ._products import device_name
+
+    with readable():
+        name = device_name(device, "cpu")
+    assert name is not None
+    return name
+
+
 def _check_device(implementation: str, device: str | None) -> str | None:
     """The device that tiles are stored for; an error where they cannot be measured here."""
     platform = default_platform()
@@ -184,7 +239,7 @@ def _check_device(implementation: str, device: str | None) -> str | None:
             f"Measuring tiles for a TPU needs one, and JAX runs on {platform} here. Run the same "
             f"command where the TPU is; `pallas-ops tiles export` and `import` carry its tiles "
             f"elsewhere. `--implementation interpret` tries the command out here, and tells "
-            f"nothing about a TPU. (Tuning with the TPU compiler alone is for a later version.)"
+            f"nothing about a TPU. `--without-tpu --device v5e` asks the TPU compiler instead."
         )
     from ._products import device_name
 
@@ -226,10 +281,12 @@ def _print_tuned(console: "Console", tuned: "Tuned") -> None:
     console.print(f"\n{tuned.problem.describe()}")
     entry = tuned.entry
     if entry is not None:
-        time = "" if entry.seconds is None else f": {format_seconds(entry.seconds)}"
+        seconds = entry.seconds if entry.seconds is not None else tuned.predicted_seconds
+        time = "" if seconds is None else f": {format_seconds(seconds)}"
+        time += ", predicted" if time and entry.seconds is None else ""
         console.print(f"  {entry.tile}{time}")
         if tuned.status == "known":
-            console.print(f"  stored before in {tuned.path} (--again measures again)")
+            console.print(f"  stored before in {tuned.path} (--again looks again)")
         else:
             console.print(f"  {_against_estimate(tuned)}")
             console.print(f"  {entry.reason}")
@@ -245,7 +302,9 @@ def _against_estimate(tuned: "Tuned") -> str:
     assert tuned.entry is not None
     if tuned.entry.tile == tuned.estimate:
         return "which is the tile by shape alone"
-    if tuned.estimate_seconds is None or tuned.entry.seconds is None:
+    if tuned.entry.seconds is None:
+        return f"the tile by shape alone is {tuned.estimate}"
+    if tuned.estimate_seconds is None:
         return f"the tile by shape alone, {tuned.estimate}, was not measured"
     ratio = tuned.estimate_seconds / tuned.entry.seconds
     return (

@@ -10,8 +10,10 @@ import tempfile
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from ..compiler import CompilePool
 from ..tiles import (
     AutotuneResolver,
+    candidates,
     collect,
     Entry,
     nearest_legal,
@@ -23,6 +25,9 @@ from ..tiles import (
     versions,
     why_too_large,
 )
+from ..tiles._compiler import compiler_entry
+from ..tiles._failures import failures_told
+from ..tiles._ranking import rank
 from ..tiles._sweep import Timer
 from ..tiles._timing import time_per_call
 from ._console import told_warnings
@@ -43,6 +48,7 @@ class Tuned:
     - `estimate`: the tile that would be taken without measuring.
     - `estimate_seconds`: the time of that one, where it was measured as well.
     - `told`: what there is to say about it.
+    - `predicted_seconds`: the time that was predicted, where it was compiled and not measured.
     """
 
     problem: TileProblem
@@ -52,6 +58,7 @@ class Tuned:
     estimate: TileConfig
     estimate_seconds: float | None = None
     told: tuple[str, ...] = ()
+    predicted_seconds: float | None = None
 
     def as_json(self) -> dict[str, Any]:
         entry = self.entry
@@ -60,7 +67,9 @@ class Tuned:
             "status": self.status,
             "file": str(self.path),
             "tile": None if entry is None else list(entry.tile.blocks),
+            "source": None if entry is None else entry.source,
             "seconds": None if entry is None else entry.seconds,
+            "predicted_seconds": self.predicted_seconds,
             "estimate_tile": list(self.estimate.blocks),
             "estimate_seconds": self.estimate_seconds,
             "reason": None if entry is None else entry.reason,
@@ -134,6 +143,57 @@ def tune(
     told = [message for message in told if "tells nothing about a TPU" not in message]
     status = "failed" if entry is None else "tuned" if stored else "not stored"
     return Tuned(problem, path, status, entry, estimate, seconds.get(estimate), tuple(told))
+
+
+def tune_without_tpu(
+    problem: TileProblem,
+    pool: CompilePool,
+    *,
+    budget_seconds: float,
+    most_candidates: int,
+    again: bool,
+) -> Tuned:
+    """Asks the TPU compiler for one problem and stores its tile, as `CompilerResolver` does.
+
+    A tile that was measured stays: a prediction never replaces it.
+
+    **Arguments:**
+
+    - `problem`: what to tune, for a known TPU.
+    - `pool`: where it is compiled.
+    - `budget_seconds`, `most_candidates`: as in [`pallas_ops.CompilerResolver`][].
+    - `again`: whether to compile for what is stored already.
+    """
+    store, key = TileStore(), problem_key(problem)
+    path = store.path(key, versions())
+    estimate = StaticResolver().resolve(problem).tile
+    told: list[str] = []
+    with told_warnings(told):
+        known = store.get(key, versions())
+    if known is not None and not why_too_large(problem, nearest_legal(problem.matmul, known.tile)):
+        if again and not known.is_predicted:
+            told.append("it was measured, and stays: a prediction does not replace it.")
+        if not (again and known.is_predicted):
+            return Tuned(problem, path, "known", known, estimate, told=tuple(told))
+    tiles = candidates(problem, most=most_candidates)
+    ranking = rank(problem, tiles, pool, budget_seconds=budget_seconds)
+    if not ranking.judgements:
+        told.append(f"no tile compiles:{failures_told(ranking.failures)}")
+        return Tuned(problem, path, "failed", None, estimate, told=tuple(told))
+    entry = compiler_entry(problem, ranking)
+    with told_warnings(told):
+        stored = store.put(entry)
+    prediction = ranking.judgements[0][1].prediction
+    assert prediction is not None
+    return Tuned(
+        problem,
+        path,
+        "tuned" if stored else "not stored",
+        entry,
+        estimate,
+        told=tuple(told),
+        predicted_seconds=prediction.seconds,
+    )
 
 
 class SourceError(Exception):

@@ -7,6 +7,7 @@ from typing import Any
 
 from .._hardware import find_generation
 from ..tiles import (
+    CachedResolver,
     estimate_vmem_bytes,
     problem_key,
     Resolution,
@@ -120,6 +121,8 @@ def explain(problem: TileProblem, tiles: str | None) -> Why:
     else:
         steps.append(Step(TILES_VARIABLE, "is not set: the default resolver, cached"))
         resolver, tiles = RESOLVERS["cached"], "cached"
+    if tiles == "compiler":
+        resolver = CachedResolver(quiet=True)  # who says what is known, and compiles nothing
     problem = dataclasses.replace(problem, can_be_timed=False)
     resolution = resolve_tile(problem, TileChoice(resolver=resolver))
 
@@ -127,6 +130,9 @@ def explain(problem: TileProblem, tiles: str | None) -> Why:
         steps.append(_answer_of_store(problem, resolution))
         if tiles == "autotune" and resolution.source != "store":
             steps.append(_answer_of_measuring(problem))
+        if tiles == "compiler" and resolution.source != "store":
+            answer = "is asked by the first call and by `pallas-ops predict`, not by this command"
+            steps.append(Step("the TPU compiler", answer))
         if resolution.source != "store":
             steps.append(_answer_of_tables(problem, resolution))
     if resolution.source == "estimate":

@@ -1,3 +1,14 @@
+from ._chip import Chip as Chip, chip as chip
+from ._jobs import CompileJob as CompileJob, Verdict as Verdict
+from ._judge import (
+    judge as judge,
+    Judgement as Judgement,
+    lower_bound_seconds as lower_bound_seconds,
+    roofline_seconds as roofline_seconds,
+    xla_seconds as xla_seconds,
+)
+from ._model import predict as predict, Prediction as Prediction
+from ._pool import CompilePool as CompilePool
 from ._topology import (
     compile_for_tpu as compile_for_tpu,
     compile_only_device as compile_only_device,

@@ -3,6 +3,7 @@
 import glob
 import os
 import pathlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -57,6 +58,35 @@ def quiet_libtpu() -> None:
     """
     for name, value in (_LOG_LEVELS if _may_have_tpu() else _LOG_LEVELS | _WITHOUT_TPU).items():
         os.environ.setdefault(name, value)
+
+
+def worker_environment(folder: pathlib.Path) -> dict[str, str]:
+    """The environment of a process that compiles, and never runs anything on a TPU.
+
+    libtpu reads its flags when it is loaded, and an unknown one ends the process: hence a process
+    of its own. What the user set for libtpu stays in force; it may change what is compiled.
+
+    **Arguments:**
+
+    - `folder`: where libtpu writes its schedules.
+    """
+    own_flags = (
+        f"--xla_jf_dump_to={folder}",
+        "--xla_jf_dump_llo_text=true",
+        "--xla_jf_dump_llo_pass_label_regex=^final_bundles",
+    )
+    flags = " ".join([os.environ.get("LIBTPU_INIT_ARGS", ""), *own_flags]).strip()
+    return {
+        **os.environ,
+        **_LOG_LEVELS,
+        **_WITHOUT_TPU,
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": "1",
+        # A program from a cache leaves no schedule behind.
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
+        "LIBTPU_INIT_ARGS": flags,
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
 
 
 def compile_only_device(device: str) -> jax.Device:

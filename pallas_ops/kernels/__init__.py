@@ -1,5 +1,6 @@
 from ._pallas import (
     is_matrix_vector as is_matrix_vector,
+    kernel_name as kernel_name,
     kernel_precision as kernel_precision,
     KERNEL_VERSION as KERNEL_VERSION,
     pallas_matmul as pallas_matmul,

@@ -44,6 +44,11 @@ def is_matrix_vector(problem: MatmulProblem) -> bool:
     return problem.layout == "NT" and problem.n == 1 and narrow
 
 
+def kernel_name(problem: MatmulProblem) -> str:
+    """What the kernel is called in a program, in profiles and in the compiler's dumps."""
+    return f"pallas_ops_matmul_{problem.layout.lower()}"
+
+
 def _masked(block: jax.Array, axis: int, left: jax.Array) -> jax.Array:
     """Zeros in place of all but the first `left` entries along `axis`."""
     inside = lax.broadcasted_iota(jnp.int32, block.shape, axis) < left
@@ -212,7 +217,7 @@ def pallas_matmul(
             flops=problem.flops, bytes_accessed=problem.bytes_accessed, transcendentals=0
         ),
         interpret=interpret,
-        name=f"pallas_ops_matmul_{problem.layout.lower()}",
+        name=kernel_name(problem),
     )
 
     def run(lhs: jax.Array, rhs: jax.Array) -> jax.Array:

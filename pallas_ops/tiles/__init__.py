@@ -2,6 +2,7 @@ from ._autotune import AutotuneResolver as AutotuneResolver
 from ._cached import CachedResolver as CachedResolver
 from ._candidates import candidates as candidates
 from ._collect import collect as collect
+from ._compiler import CompilerResolver as CompilerResolver
 from ._config import (
     block_granules as block_granules,
     TileConfig as TileConfig,

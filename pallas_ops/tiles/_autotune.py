@@ -4,31 +4,27 @@ import concurrent.futures
 import dataclasses
 import os
 import threading
-from collections.abc import Mapping
 
+from .._hardware import find_generation
+from ..compiler import CompilePool
 from ._agree import agreed
 from ._cached import AGREE_SECONDS, CachedResolver, DEFAULT_FALLBACK, stored_tile
 from ._candidates import candidates
 from ._config import TileConfig
+from ._failures import failures_told
 from ._key import problem_key, versions
 from ._memory import lock, recall, remember
 from ._problem import TileProblem
+from ._ranking import rank
 from ._resolver import Resolution, TileResolver
+from ._static import estimated_tile
 from ._store import default_directory, Entry, TileStore, warn_once
 from ._sweep import Sweep, sweep, Timer
 
 
-def _told(failures: Mapping[TileConfig, str]) -> str:
-    """Each reason once, with a tile that it was given for: many tiles often fail alike."""
-    by_reason: dict[str, list[TileConfig]] = {}
-    for tile, reason in failures.items():
-        by_reason.setdefault(reason, []).append(tile)
-    lines = [
-        f"\n  - {tiles[0]}" + (f" and {len(tiles) - 1} more" if tiles[1:] else "") + f": {reason}"
-        for reason, tiles in by_reason.items()
-    ]
-    more = [f"\n  - and {len(lines) - 5} other reasons"] if len(lines) > 5 else []
-    return "".join(lines[:5] + more)
+# How many candidates are compiled for their predicted time, and how many of those are timed.
+_COMPILED = 16
+_MEASURED = 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +42,9 @@ class AutotuneResolver:
     **Arguments:**
 
     - `budget_seconds`: no tile is begun after so long, for each problem.
-    - `most_candidates`: how many tiles are tried at most, the most promising first.
+    - `most_candidates`: how many tiles are tried at most, the most promising first. On a TPU whose
+        compiler can be asked, those that its schedules predict to be fastest are measured, six at
+        most, and the tile by shape alone.
     - `directory`: the folder of the store, as in [`pallas_ops.CachedResolver`][].
     - `fallback`: who is asked where nothing can be measured, or nothing works.
     - `timer`: `timer(problem, tile, run, hopeless_seconds)` returns the seconds of one product;
@@ -79,7 +77,8 @@ class AutotuneResolver:
             return CachedResolver(directory, fallback=self.fallback, quiet=True).look_up(problem)
 
         def measured():
-            before = stored_tile(problem, directory) or recall((self, directory, problem))
+            before = stored_tile(problem, directory, measured=True)
+            before = before or recall((self, directory, problem))
             return before or self._measure(problem, directory)
 
         if not problem.can_be_timed:
@@ -100,7 +99,7 @@ class AutotuneResolver:
                 f"AutotuneResolver times {problem.implementation!r}, which tells nothing about a "
                 f"TPU. Its tiles are stored for {problem.implementation!r} alone.",
             )
-        tiles = candidates(problem, most=self.most_candidates)
+        tiles = self._worth_measuring(problem)
         try:
             # In a thread of its own: here, a trace is under way, and the user's contexts are open.
             with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -123,7 +122,7 @@ class AutotuneResolver:
             warn_once(
                 f"sweep {problem}",
                 f"no tile could be measured for {problem.describe()}; taken is the fallback's."
-                f"{_told(result.failures)}",
+                f"{failures_told(result.failures)}",
             )
             # Not stored: another process may have more luck. Not tried again in this one.
             return remember((self, directory, problem), self.fallback.resolve(problem))
@@ -145,4 +144,19 @@ class AutotuneResolver:
         TileStore(directory).put(entry)
         resolution = Resolution(result.winner, "autotune", reason=entry.reason)
         # For the first time and for every later one, even where nothing can be stored.
-        return remember(("store", directory, problem), resolution)
+        remember(("store", directory, problem), resolution)
+        return remember(("measured", directory, problem), resolution)
+
+    def _worth_measuring(self, problem: TileProblem) -> tuple[TileConfig, ...]:
+        """The candidates; for a TPU the few that its compiler's schedules predict to be fastest."""
+        tiles = candidates(problem, most=self.most_candidates)
+        if problem.implementation != "mosaic" or find_generation(problem.device) is None:
+            return tiles
+        with CompilePool() as pool:
+            ranking = rank(problem, tiles[:_COMPILED], pool, budget_seconds=self.budget_seconds / 2)
+        if not ranking.judgements:  # no compiler to ask: in the order of the estimate
+            return tiles
+        best = tuple(tile for tile, _ in ranking.judgements[:_MEASURED])
+        # What would be taken without measuring is measured too: no sweep makes things worse.
+        safe = estimated_tile(problem)
+        return best if safe in best else (*best, safe)

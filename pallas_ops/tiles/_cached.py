@@ -34,13 +34,22 @@ def legal_again(problem: TileProblem, entry: Entry, source: str) -> Resolution |
     return Resolution(tile, source, entry.vmem_limit_bytes, reason)
 
 
-def stored_tile(problem: TileProblem, directory: str) -> Resolution | None:
-    """The tile in the store in `directory`, if there is one."""
-    question = ("store", directory, problem)
+def stored_tile(
+    problem: TileProblem, directory: str, *, measured: bool = False
+) -> Resolution | None:
+    """The tile in the store in `directory`, if there is one.
+
+    **Arguments:**
+
+    - `measured`: whether one that was predicted and not measured is none.
+    """
+    question = ("measured" if measured else "store", directory, problem)
     known = recall(question)
     if known is not None:
         return known
     entry = TileStore(directory).get(problem_key(problem), versions())
+    if measured and entry is not None and entry.is_predicted:
+        return None
     found = None if entry is None else legal_again(problem, entry, "store")
     return None if found is None else remember(question, found)
 

@@ -4,6 +4,7 @@ import os
 
 from ._autotune import AutotuneResolver
 from ._cached import DEFAULT_RESOLVER
+from ._compiler import CompilerResolver
 from ._resolver import TileResolver
 from ._static import StaticResolver
 
@@ -15,6 +16,7 @@ RESOLVERS: dict[str, TileResolver] = {
     "static": StaticResolver(),
     "cached": DEFAULT_RESOLVER,
     "autotune": AutotuneResolver(),
+    "compiler": CompilerResolver(),
 }
 """The resolvers that have a name."""
 
@@ -29,11 +31,6 @@ def environment_resolver() -> TileResolver | None:
     name = os.environ.get(TILES_VARIABLE)
     if not name:
         return None
-    if name == "compiler":
-        raise ValueError(
-            f"{TILES_VARIABLE}=compiler: choosing tiles with the TPU compiler is not in this "
-            f"version of pallas_ops. There are: {', '.join(RESOLVERS)}."
-        )
     if name not in RESOLVERS:
         raise ValueError(
             f"{TILES_VARIABLE}={name!r} names no tile resolver. There are: {', '.join(RESOLVERS)}."

@@ -16,7 +16,7 @@ class Resolution:
 
     - `tile`: the blocks.
     - `source`: where they come from, in a word or two: `"call"`, `"static"`, `"store"`, `"table"`,
-        `"autotune"`, `"estimate"`.
+        `"autotune"`, `"compiler"`, `"estimate"`.
     - `vmem_limit_bytes`: the scoped VMEM limit to compile the kernel with, in bytes; `None` is the
         compiler's default, or what the tile needs beyond it.
     - `reason`: the same at length, for people.

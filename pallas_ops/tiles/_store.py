@@ -18,6 +18,9 @@ from ._config import TileConfig
 CACHE_DIR_VARIABLE = "PALLAS_OPS_CACHE_DIR"
 """The environment variable that moves the store."""
 
+COMPILER_SOURCE = "compiler"
+"""The source of a tile that was predicted, and not measured."""
+
 SCHEMA = 1
 """The form of a file; a file of another form is not read."""
 
@@ -39,7 +42,7 @@ class Entry:
     - `versions`: of what the answer may depend on beside the problem.
     - `tile`: the answer.
     - `vmem_limit_bytes`: the limit to compile it with, in bytes; `None` for what the tile needs.
-    - `source`: who found it: `"autotune"`.
+    - `source`: who found it: `"autotune"` or `"compiler"`.
     - `reason`: how, for people.
     - `seconds`: the measured time of one product, where it was measured.
     - `failures`: the tiles that failed on the way, in words, and why.
@@ -53,6 +56,11 @@ class Entry:
     reason: str = ""
     seconds: float | None = None
     failures: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def is_predicted(self) -> bool:
+        """Whether the TPU compiler's word is all that there is: nothing was measured."""
+        return self.source == COMPILER_SOURCE
 
     def as_json(self) -> dict[str, Any]:
         """The entry as `from_json` reads it."""

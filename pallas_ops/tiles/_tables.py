@@ -13,9 +13,10 @@ from ._store import Entry, InvalidEntryError, parse_json, SCHEMA, warn_once
 
 
 def table_json(entries: Iterable[Entry]) -> str:
-    """The entries as the text of a table, in an order of their own, so that a diff is short."""
+    """The entries as the text of a table: a line for each, in an order of their own."""
     rows = sorted((entry.as_json() for entry in entries), key=lambda row: _canonical(row["key"]))
-    return json.dumps({"schema": SCHEMA, "entries": rows}, indent=1, sort_keys=True) + "\n"
+    lines = ",\n".join(json.dumps(row, sort_keys=True) for row in rows)
+    return f'{{"schema": {SCHEMA}, "entries": [\n{lines}\n]}}\n'
 
 
 def read_table(content: bytes) -> list[Entry]:

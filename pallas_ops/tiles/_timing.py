@@ -56,6 +56,15 @@ def lower_chain(
         implementation=implementation,
         vmem_limit_bytes=vmem_limit_bytes,
     )
+    return lower_products(product, problem, operands)
+
+
+def lower_products(
+    product: Callable[[jax.Array, jax.Array], jax.Array],
+    problem: MatmulProblem,
+    operands: tuple[jax.Array, jax.Array],
+) -> jax.stages.Lowered:
+    """As `lower_chain`, for any function that computes the product."""
 
     def chain(count, lhs, rhs):
         def step(_, carry):

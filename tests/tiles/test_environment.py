@@ -26,6 +26,7 @@ def choice(**call):
         ("static", po.StaticResolver()),
         ("cached", po.CachedResolver(quiet=True)),
         ("autotune", po.AutotuneResolver()),
+        ("compiler", po.CompilerResolver()),
     ],
 )
 def test_each_value(monkeypatch, value, resolver):
@@ -40,7 +41,6 @@ def test_each_value(monkeypatch, value, resolver):
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("compiler", "PALLAS_OPS_TILES=compiler: .* is not in this version of pallas_ops"),
         ("Autotune", "PALLAS_OPS_TILES='Autotune' names no tile resolver"),
         ("128,128,128", "names no tile resolver"),
     ],
@@ -49,7 +49,7 @@ def test_other_values_are_readable_errors(monkeypatch, value, message):
     monkeypatch.setenv("PALLAS_OPS_TILES", value)
     with pytest.raises(ValueError, match=message) as error:
         po.matmul(X, X.T)
-    assert "There are: static, cached, autotune." in str(error.value)
+    assert "There are: static, cached, autotune, compiler." in str(error.value)
 
 
 def test_call_then_options_then_environment(monkeypatch):

@@ -1,0 +1,182 @@
+"""`pallas-ops predict`: what the TPU compiler makes of a tile, and the time that follows."""
+
+from typing import TYPE_CHECKING
+
+import click
+
+from ._console import (
+    format_bytes,
+    make_console,
+    print_json,
+    problem_options,
+    readable,
+)
+
+
+if TYPE_CHECKING:
+    from ._predicting import Report
+
+
+def _read_tile(
+    ctx: click.Context, parameter: click.Parameter, values: tuple[str, ...]
+) -> list[tuple[int, int, int]]:
+    tiles = []
+    for value in values:
+        parts = value.split(",")
+        if len(parts) != 3 or not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+            raise click.BadParameter(
+                f"{value!r} is no tile: expected block_m,block_k,block_n, such as 512,1024,1024."
+            )
+        m, k, n = map(int, parts)
+        tiles.append((m, k, n))
+    return tiles
+
+
+@click.command("predict")
+@click.argument("m", type=click.IntRange(min=1))
+@click.argument("k", type=click.IntRange(min=1))
+@click.argument("n", type=click.IntRange(min=1))
+@problem_options
+@click.option(
+    "--product",
+    type=click.Choice(["forward", "lhs_cotangent", "rhs_cotangent"]),
+    default="forward",
+    show_default=True,
+    help="The product of M x K and K x N itself, or one of its gradients.",
+)
+@click.option("--device", default="v5e", show_default=True, help="The TPU to compile for.")
+@click.option(
+    "--tile",
+    "tiles",
+    metavar="BM,BK,BN",
+    multiple=True,
+    callback=_read_tile,
+    help="A tile to judge; may be given several times. Without it, the best of the candidates.",
+)
+@click.option(
+    "--candidates",
+    type=click.IntRange(min=1),
+    default=12,
+    show_default=True,
+    help="How many tiles are compiled where none is named.",
+)
+@click.option(
+    "--best",
+    type=click.IntRange(min=1),
+    default=5,
+    show_default=True,
+    help="How many of the candidates are shown.",
+)
+@click.option(
+    "--plot",
+    type=click.Path(dir_okay=False, writable=True),
+    help="Save a roofline and a map of the tiles as a picture (needs pallas-ops[plots]).",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(
+    m: int,
+    k: int,
+    n: int,
+    dtype: str,
+    out_dtype: str | None,
+    layout: str,
+    precision: str,
+    product: str,
+    device: str,
+    tiles: list[tuple[int, int, int]],
+    candidates: int,
+    best: int,
+    plot: str | None,
+    as_json: bool,
+) -> None:
+    """Predict the time of a product on a TPU that need not be here.
+
+    Each tile is compiled by the TPU compiler in libtpu, its schedule is read, and a model of the
+    chip makes a time out of it: a prediction, and no measurement. Nothing runs.
+    """
+    import os
+
+    os.environ["JAX_PLATFORMS"] = "cpu"  # What compiles is another process; here, no TPU is asked.
+    if plot is not None:
+        from ._plots import check_plotting
+
+        check_plotting(plot)
+    from ._predicting import report
+    from ._products import device_name, make_problem
+
+    with readable():
+        problem = make_problem(
+            product,
+            m,
+            k,
+            n,
+            dtype=dtype,
+            out_dtype=out_dtype,
+            layout=layout,
+            precision=precision,
+            device=device_name(device, "cpu"),
+            implementation="mosaic",
+        )
+        found = report(problem, tiles, candidates=candidates)
+    if plot is not None:
+        from ._plots import plot_report
+
+        plot_report(found, plot)
+    if as_json:
+        print_json(found.as_json(best=None if tiles else best))
+    else:
+        _print(found, None if tiles else best)
+
+
+def _print(found: "Report", best: int | None) -> None:
+    from rich import box
+    from rich.table import Table
+
+    console = make_console()
+    problem = found.problem
+    console.print(f"{problem.describe()}\n")
+    if not found.calibrated:
+        console.print(
+            f"UNCALIBRATED: no published timings of a {problem.device} were compared with the "
+            f"model. Its times order tiles; they are not to be relied on.\n"
+        )
+    if found.no_compiler is not None:
+        console.print(f"No TPU compiler: {found.no_compiler}")
+        console.print("The times are of the analytic estimate, which compiles nothing.\n")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("tile", "VMEM", "of", "MXU use", "spills", "time", "TFLOP/s", "bound by"):
+        table.add_column(name, justify="left" if name in ("tile", "bound by") else "right")
+    shown = found.rows[:best]
+    for row in shown:
+        name = "x".join(map(str, row.blocks))
+        vmem = "" if row.vmem_bytes is None else format_bytes(row.vmem_bytes)
+        limit = format_bytes(row.vmem_limit_bytes)
+        if row.seconds is None:
+            time = "" if row.analytic_seconds is None else f"{row.analytic_seconds * 1e6:.1f} us"
+            table.add_row(name, vmem, limit, "", "", time, "", row.error or "analytic estimate")
+            continue
+        table.add_row(
+            name,
+            vmem,
+            limit,
+            f"{row.static_mxu_use:.1%}",
+            str(row.spills),
+            f"{row.seconds * 1e6:.1f} us",
+            f"{row.tflops:.1f}",
+            row.bound,
+        )
+    console.print(table)
+    if len(found.rows) > len(shown):
+        console.print(f"The best {len(shown)} of {len(found.rows)} that were compiled.\n")
+    console.print(
+        f"Roofline             {found.roofline_seconds * 1e6:.1f} us, by JAX's hardware table"
+    )
+    if found.xla_seconds is not None:
+        console.print(
+            f"XLA's own estimate   {found.xla_seconds * 1e6:.1f} us for its dot, in this run. It "
+            f"leaves out what it moves to VMEM beforehand."
+        )
+    elif found.no_compiler is None:
+        console.print("XLA's own estimate   none: its program of this product carries no cycles")
+    if found.no_compiler is None:
+        console.print(f"\nPredicted, not measured: schedules of {found.libtpu}, read by a model.")

@@ -1,0 +1,207 @@
+"""What `pallas-ops predict` finds out."""
+
+import dataclasses
+import importlib.metadata
+from collections.abc import Sequence
+from typing import Any
+
+from ..compiler import (
+    chip,
+    CompileJob,
+    CompilePool,
+    judge,
+    Judgement,
+    roofline_seconds,
+    Verdict,
+    xla_seconds,
+)
+from ..tiles import (
+    candidates as tile_candidates,
+    estimate_seconds,
+    nearest_legal,
+    TileConfig,
+    TileProblem,
+    vmem_limit_bytes,
+    why_illegal,
+    why_too_large,
+)
+from ..tiles._ranking import compile_job
+from ..tiles._vmem import scoped_vmem_limit_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One tile.
+
+    **Arguments:**
+
+    - `blocks`: block_m, block_k and block_n.
+    - `compiles`: whether the compiler takes it; `None` where there is no compiler to ask.
+    - `error`: why not, or why there is no time.
+    - `vmem_bytes`, `vmem_limit_bytes`: what it takes, and what it may take.
+    - `static_mxu_use`: the part of a step in which the busiest MXU works, in the middle of the sum.
+    - `spills`: registers stored and loaded for want of registers in that step.
+    - `seconds`: the predicted time.
+    - `flops`: of the product.
+    - `bound`: by what.
+    - `analytic_seconds`: the time by the analytic estimate, which asks no compiler.
+    - `hbm_bytes`: what its transfers move.
+    """
+
+    blocks: tuple[int, int, int]
+    vmem_limit_bytes: int
+    flops: int
+    compiles: bool | None = None
+    error: str | None = None
+    vmem_bytes: int | None = None
+    static_mxu_use: float | None = None
+    spills: int | None = None
+    seconds: float | None = None
+    bound: str | None = None
+    analytic_seconds: float | None = None
+    hbm_bytes: int | None = None
+
+    @property
+    def tflops(self) -> float | None:
+        return None if self.seconds is None else self.flops / self.seconds / 1e12
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            **dict(zip(("block_m", "block_k", "block_n"), self.blocks, strict=True)),
+            "compiles": self.compiles,
+            "error": self.error,
+            "vmem_bytes": self.vmem_bytes,
+            "vmem_limit_bytes": self.vmem_limit_bytes,
+            "static_mxu_use": self.static_mxu_use,
+            "spills": self.spills,
+            "predicted_us": None if self.seconds is None else self.seconds * 1e6,
+            "tflops": self.tflops,
+            "bound": self.bound,
+            "analytic_us": None if self.analytic_seconds is None else self.analytic_seconds * 1e6,
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What is said of one problem.
+
+    **Arguments:**
+
+    - `problem`: for one TPU.
+    - `rows`: the tiles, fastest first, then those without a time.
+    - `calibrated`: whether the model was compared with timings of this TPU.
+    - `roofline_seconds`: the least that the chip could take.
+    - `xla_seconds`: XLA's own estimate of its dot.
+    - `libtpu`: which compiler.
+    - `no_compiler`: why there is none.
+    """
+
+    problem: TileProblem
+    rows: tuple[Row, ...]
+    calibrated: bool
+    roofline_seconds: float
+    xla_seconds: float | None
+    libtpu: str
+    no_compiler: str | None = None
+
+    def as_json(self, best: int | None = None) -> dict[str, Any]:
+        problem = self.problem
+        return {
+            "device": problem.device,
+            "m": problem.m,
+            "k": problem.k,
+            "n": problem.n,
+            "dtype": problem.lhs_dtype.name,
+            "out_dtype": problem.out_dtype.name,
+            "layout": problem.layout,
+            "precision": problem.precision,
+            "calibrated": self.calibrated,
+            "kind": "predicted" if self.no_compiler is None else "analytic estimate",
+            "libtpu": self.libtpu,
+            "no_compiler": self.no_compiler,
+            "roofline_us": self.roofline_seconds * 1e6,
+            "xla_estimate_us": None if self.xla_seconds is None else self.xla_seconds * 1e6,
+            "tiles": [row.as_json() for row in self.rows[:best]],
+        }
+
+
+def libtpu_name() -> str:
+    try:
+        return f"libtpu {importlib.metadata.version('libtpu')}"
+    except importlib.metadata.PackageNotFoundError:
+        return "no libtpu"
+
+
+def why_not_compiled(problem: TileProblem, tile: TileConfig) -> str | None:
+    """Why a tile is not even given to the compiler, which may take minutes to refuse it."""
+    reason = why_illegal(problem.matmul, tile)
+    if reason is not None:
+        return f"{reason}; the nearest legal tile is {nearest_legal(problem.matmul, tile)}"
+    return why_too_large(problem, tile)
+
+
+def _row(problem: TileProblem, tile: TileConfig, judgement: Judgement | None) -> Row:
+    default = scoped_vmem_limit_bytes(problem.device)
+    row = Row(tile.blocks, vmem_limit_bytes(problem, tile) or default, problem.matmul.flops)
+    if judgement is None:
+        return dataclasses.replace(row, compiles=False, error=why_not_compiled(problem, tile))
+    verdict, prediction = judgement.verdict, judgement.prediction
+    analytic = estimate_seconds(problem, tile)
+    row = dataclasses.replace(
+        row,
+        compiles=None if verdict.unavailable else verdict.compiles,
+        error=judgement.error,
+        vmem_bytes=verdict.vmem_bytes,
+        analytic_seconds=analytic,
+    )
+    if prediction is None or verdict.schedule is None:
+        return row
+    return dataclasses.replace(
+        row,
+        static_mxu_use=verdict.schedule.middle.mxu_use,
+        spills=verdict.schedule.middle.spills,
+        seconds=prediction.seconds,
+        bound=prediction.bound,
+        hbm_bytes=prediction.hbm_bytes,
+    )
+
+
+def report(
+    problem: TileProblem, tiles: Sequence[tuple[int, int, int]], *, candidates: int
+) -> Report:
+    """Compiles tiles, and XLA's dot beside them.
+
+    **Arguments:**
+
+    - `problem`: for one TPU.
+    - `tiles`: the blocks of each; none are the most promising candidates.
+    - `candidates`: how many of those.
+    """
+    assert problem.device is not None
+    if tiles:
+        named = [TileConfig(*blocks).clipped_to(problem.matmul) for blocks in tiles]
+    else:
+        named = list(tile_candidates(problem, most=candidates))
+    named = list(dict.fromkeys(named))
+    asked = [tile for tile in named if why_not_compiled(problem, tile) is None]
+    xla: list[Verdict | None] = []
+    with CompilePool() as pool:
+        judged = judge([compile_job(problem, tile) for tile in asked], pool)
+        xla = pool.ask([CompileJob(problem.matmul, problem.device)])
+    by_tile = dict(zip(asked, judged, strict=True))
+    rows = [_row(problem, tile, by_tile.get(tile)) for tile in named]
+
+    def place(row: Row) -> tuple[bool, float]:
+        seconds = row.seconds if row.seconds is not None else row.analytic_seconds
+        return row.seconds is None, float("inf") if seconds is None else seconds
+
+    unavailable = [one.verdict.error for one in judged if one and one.verdict.unavailable]
+    return Report(
+        problem=problem,
+        rows=tuple(sorted(rows, key=place)),
+        calibrated=chip(problem.device).calibrated,
+        roofline_seconds=roofline_seconds(problem.matmul, chip(problem.device)),
+        xla_seconds=None if xla[0] is None else xla_seconds(xla[0], chip(problem.device)),
+        libtpu=libtpu_name(),
+        no_compiler=unavailable[0] if unavailable else None,
+    )

@@ -1,0 +1,171 @@
+"""Reading the compiler's final schedule: bundles, and what is in each.
+
+The text is what libtpu writes with `--xla_jf_dump_llo_text` for its pass `final_bundles`. A bundle
+is what a TensorCore issues in one cycle. Nothing about this text is promised: whatever is not as
+expected is an `UnreadableScheduleError`, and never a guess.
+"""
+
+import dataclasses
+import re
+
+
+class UnreadableScheduleError(ValueError):
+    """A schedule of libtpu's that this reader does not understand."""
+
+
+@dataclasses.dataclass(slots=True)
+class Bundle:
+    """One bundle of the schedule.
+
+    **Arguments:**
+
+    - `matmuls`: the MXU of each matrix multiplication that it issues, and the rows that it
+        multiplies: those of one vector register.
+    - `weight_pushes`: how many rows of registers it pushes into an MXU as weights.
+    - `transposes`: how many registers it gives to the transpose unit (XLU), or pushes transposed.
+    - `spills`: how many vector registers it stores to, or loads from, VMEM for want of registers.
+    - `branch`: the predicate and the region that it jumps to, if it does. The predicate is `None`
+        where it always jumps.
+    - `starts`, `ends`: the regions that begin, or end, here.
+    """
+
+    matmuls: tuple[tuple[int, int], ...] = ()
+    weight_pushes: int = 0
+    transposes: int = 0
+    spills: int = 0
+    branch: tuple["Predicate | None", int] | None = None
+    starts: tuple[int, ...] = ()
+    ends: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Predicate:
+    """A predicate register, and whether the branch wants it false."""
+
+    register: str
+    negated: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Program:
+    """All bundles of one kernel, in order.
+
+    **Arguments:**
+
+    - `bundles`: the bundles by address.
+    - `definitions`: what each predicate register is: the operation and its operands.
+    - `delay_slots`: how many bundles after a branch run before it jumps.
+    """
+
+    bundles: list[Bundle]
+    definitions: dict[str, tuple[str, str, str]]
+    delay_slots: int
+
+
+_ADDRESS = re.compile(r"^\s*(0x[0-9a-f]+|0)\s+(?:[A-Z]{2}\s*)*:")
+_MATMUL = re.compile(r"\bvmatmul([.\w\[\]]*?)\.mxu(\d)")
+_DTYPE = re.compile(r"\.(f32|bf16|[suf]8\w*|[su]4)\b")
+
+# A register holds 8 rows of 32 bits, and of narrower numbers so many more.
+_ROWS = {"f32": 8, "bf16": 16, "s8": 32, "u8": 32, "f8": 32, "s4": 64, "u4": 64}
+
+_WEIGHT_PUSH = re.compile(r"\bvmatpush\w*\.")
+_TRANSPOSE = re.compile(r"\bvxpose\.|\bvmatpush\w*[.\w]*\.xpose|\bvtranspose\.")
+_SPILL = re.compile(r"vmem:\[#allocation\d+_spill")
+_BRANCH = re.compile(r"\bsbr\.\w+ (?:\((!?)%(\w+)\) )?target = \$region(\d+)")
+_STARTS = re.compile(r"Start(?:/End empty)? region (\d+)")
+_ENDS = re.compile(r"(?<!Start/)End region (\d+)")
+_DEFINITION = re.compile(
+    r"%(p\w+) = (scmp\.\w+\.[su]32\.totalorder|por|pand|pnand|pneg|pmov) "
+    r"(?:/\*[^*]*\*/)?([!%\w-]+)(?:, ([!%\w-]+))?"
+)
+
+
+def read_program(text: str) -> Program:
+    """Reads the text of a schedule.
+
+    **Raises:**
+
+    `UnreadableScheduleError` where it is cut off, or is none.
+    """
+    chunks: list[list[str]] = []
+    for line in text.splitlines():
+        address = _ADDRESS.match(line)
+        if address:
+            if int(address.group(1), 16) != len(chunks):
+                raise UnreadableScheduleError(
+                    f"bundle {address.group(1)} follows {len(chunks)} bundles"
+                )
+            chunks.append([line])
+        elif chunks:
+            chunks[-1].append(line)
+    if not chunks or "exit bundle" not in "".join(chunks[-1]):
+        raise UnreadableScheduleError(
+            f"its {len(chunks)} bundles end without an exit bundle: it is cut off, or no schedule"
+        )
+    bundles, definitions = [], {}
+    for chunk in chunks:
+        content = chunk[0] if len(chunk) == 1 else "\n".join(chunk)
+        bundles.append(_read_bundle(content))
+        if " p" in content or "%p" in content:
+            for name, operation, left, right in _DEFINITION.findall(content):
+                definitions[name] = (operation, left, right)
+    return Program(bundles, definitions, _delay_slots(bundles))
+
+
+def _read_bundle(content: str) -> Bundle:
+    bundle = Bundle()
+    if "vmat" in content:
+        bundle.matmuls = tuple(
+            (int(unit), _rows(operation)) for operation, unit in _MATMUL.findall(content)
+        )
+        bundle.weight_pushes = len(_WEIGHT_PUSH.findall(content))
+    if "xpose" in content or "vtranspose" in content:
+        bundle.transposes = len(_TRANSPOSE.findall(content))
+    if "_spill" in content:
+        bundle.spills = len(_SPILL.findall(content))
+    if "sbr" in content:
+        branches = _BRANCH.findall(content)
+        if len(branches) > 1:
+            raise UnreadableScheduleError(f"two branches in one bundle: {content[:200]}")
+        for negation, register, region in branches:
+            predicate = Predicate(register, bool(negation)) if register else None
+            bundle.branch = (predicate, int(region))
+    if "region" in content:
+        bundle.starts = tuple(int(region) for region in _STARTS.findall(content))
+        bundle.ends = tuple(int(region) for region in _ENDS.findall(content))
+    return bundle
+
+
+def _rows(operation: str) -> int:
+    """The rows of one register of operands, by the dtype in an operation's name."""
+    found = _DTYPE.search(operation)
+    if found is None or found.group(1)[:4].rstrip("e") not in _ROWS:
+        raise UnreadableScheduleError(
+            f"a matrix multiplication of unknown dtype: vmatmul{operation}"
+        )
+    return _ROWS[found.group(1)[:4].rstrip("e")]
+
+
+def _delay_slots(bundles: list[Bundle]) -> int:
+    """How many bundles run after a branch: the region that it leaves ends among them or before.
+
+    1 on a v4, 4 on v5e, v5p and v6e, 6 on a tpu7x (libtpu 0.0.42 and 0.0.50).
+    """
+    starts = region_starts(bundles)
+    distances = []
+    for address, bundle in enumerate(bundles):
+        if bundle.branch is None or starts.get(bundle.branch[1], 0) <= address:
+            continue
+        following = range(address + 1, min(address + 16, len(bundles)))
+        distances += [next((later - address for later in following if bundles[later].ends), 0)]
+    return max(distances, default=0)
+
+
+def region_starts(bundles: list[Bundle]) -> dict[int, int]:
+    """The address of the first bundle of each region."""
+    starts: dict[int, int] = {}
+    for address, bundle in enumerate(bundles):
+        for region in bundle.starts:
+            starts.setdefault(region, address)
+    return starts

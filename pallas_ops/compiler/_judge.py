@@ -1,0 +1,133 @@
+"""The compiler's verdict on a kernel, with the time that the model makes of it."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jax import lax
+
+from ..kernels import kernel_precision, MatmulProblem
+from ._chip import Chip, chip
+from ._jobs import CompileJob, Verdict
+from ._model import predict, Prediction
+from ._pool import CompilePool
+from ._schedule import KernelSchedule, StepCost
+from ._stand_in import stand_in
+
+
+# How many passes of bfloat16 the MXU makes for operands of float32.
+_PASSES = {lax.Precision.DEFAULT: 1, lax.Precision.HIGH: 3, lax.Precision.HIGHEST: 6}
+
+
+@dataclasses.dataclass(frozen=True)
+class Judgement:
+    """What the compiler says of one tile, and what the model makes of that.
+
+    **Arguments:**
+
+    - `job`: what was compiled.
+    - `verdict`: what the compiler says.
+    - `prediction`: the predicted time; `None` where it does not compile, or its schedule cannot be
+        read.
+    """
+
+    job: CompileJob
+    verdict: Verdict
+    prediction: Prediction | None
+
+    @property
+    def error(self) -> str | None:
+        """Why there is no prediction."""
+        return self.verdict.error or self.verdict.schedule_error
+
+
+def peak_operations_per_second(problem: MatmulProblem, chip: Chip) -> float:
+    """What one TensorCore's MXUs do at most for these dtypes and this precision."""
+    narrow = problem.lhs_dtype == jnp.int8 and problem.rhs_dtype == jnp.int8
+    rate = chip.rates[32] if narrow else chip.rates[16] / _PASSES[kernel_precision(problem)]
+    return 2 * chip.num_mxus * chip.mxu_size**2 * rate * chip.clock_hertz
+
+
+def roofline_seconds(problem: MatmulProblem, chip: Chip) -> float:
+    """The least time that the chip could take: the larger of its MXUs' and of HBM's.
+
+    Each operand is read once and the result is written once, at the bandwidth of JAX's hardware
+    table, and every MXU works in every cycle.
+    """
+    compute = problem.flops / peak_operations_per_second(problem, chip)
+    return max(compute, problem.bytes_accessed / chip.bytes_per_second)
+
+
+def lower_bound_seconds(problem: MatmulProblem, blocks: tuple[int, int, int], chip: Chip) -> float:
+    """A time that no schedule of these blocks can beat in the model: its MXUs never wait for it."""
+    m, k, n = blocks
+    filled = m * k * -(-n // chip.mxu_size) * chip.mxu_size
+    rate = peak_operations_per_second(problem, chip) / (2 * chip.clock_hertz)
+    cycles = math.floor(filled / rate)
+    step = StepCost(cycles, cycles, cycles, 1, 0, 0, 0)
+    ideal = KernelSchedule(step, step, step, 0, 0, cycles)
+    return predict(problem, blocks, ideal, chip).seconds
+
+
+def judge(
+    jobs: Sequence[CompileJob],
+    pool: CompilePool,
+    *,
+    end: float | None = None,
+    only_better: bool = False,
+    shared: dict[CompileJob, Verdict] | None = None,
+) -> list[Judgement | None]:
+    """Compiles kernels in parallel, and predicts the time of each.
+
+    **Arguments:**
+
+    - `jobs`: kernels, each with its blocks.
+    - `pool`: where they are compiled.
+    - `end`: as in `CompilePool.ask`.
+    - `only_better`: whether to leave out a kernel that cannot be faster than the best so far, by
+        `lower_bound_seconds`. The best one is the same.
+    - `shared`: what the compiler said before. Where it is given, a smaller product with the same
+        schedule is compiled in place of each kernel, and its verdict is kept there for others.
+
+    **Returns:**
+
+    The judgements in the order of the jobs; `None` for those that were left out.
+    """
+    best = math.inf
+    judged: dict[CompileJob, Judgement] = {}
+    # Which kernels wait for which program.
+    waiting: dict[CompileJob, list[CompileJob]] = {}
+
+    def hear(program: CompileJob, verdict: Verdict) -> None:
+        nonlocal best
+        if shared is not None and not verdict.transient:
+            shared[program] = verdict
+        for job in waiting[program]:
+            prediction = None
+            if verdict.schedule is not None:
+                assert job.blocks is not None
+                on = chip(job.device)
+                prediction = predict(job.problem, job.blocks, verdict.schedule, on)
+                best = min(best, prediction.seconds)
+            judged[job] = Judgement(job, verdict, prediction)
+
+    def may_be_better(job: CompileJob) -> bool:
+        assert job.blocks is not None
+        return lower_bound_seconds(job.problem, job.blocks, chip(job.device)) <= best
+
+    def wanted(program: CompileJob) -> bool:
+        return not only_better or any(map(may_be_better, waiting[program]))
+
+    for job in jobs:
+        waiting.setdefault(job if shared is None else stand_in(job), []).append(job)
+    known = {} if shared is None else {job: shared[job] for job in waiting if job in shared}
+    for program, verdict in known.items():
+        hear(program, verdict)
+    pool.ask([job for job in waiting if job not in known], end=end, told=hear, wanted=wanted)
+    return [judged.get(job) for job in jobs]
+
+
+def xla_seconds(verdict: Verdict, chip: Chip) -> float | None:
+    """XLA's own estimate of the time of its dot; `None` where it gives none."""
+    return None if verdict.xla_cycles is None else verdict.xla_cycles / chip.clock_hertz

@@ -1,0 +1,219 @@
+"""Compile workers: processes that each ask the TPU compiler, and what may happen to them."""
+
+import collections
+import concurrent.futures
+import contextlib
+import os
+import pathlib
+import pickle
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from ._jobs import CompileJob, Verdict
+from ._topology import worker_environment
+
+
+COMPILE_SECONDS = 120.0
+"""How long one program may take: the slowest tile that `candidates` offers took 25 s."""
+
+_ATTEMPTS = 2
+
+
+class _Lost(Exception):
+    """The worker is gone, or did not answer in time."""
+
+    def __init__(self, reason: str, timed_out: bool = False):
+        super().__init__(reason)
+        self.timed_out = timed_out
+
+
+class _Worker:
+    """One process, and the folder that libtpu writes to."""
+
+    def __init__(self) -> None:
+        self.folder = pathlib.Path(tempfile.mkdtemp(prefix="pallas-ops-compiler-"))
+        try:
+            with (self.folder / "stderr").open("wb") as errors:
+                self.process = subprocess.Popen(
+                    # Not from the folder where the user is, which may hold a file named like one
+                    # of Python's modules.
+                    [sys.executable, "-P", "-m", "pallas_ops.compiler._worker", str(self.folder)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    env=worker_environment(self.folder),
+                    start_new_session=True,  # Ctrl-C is for the one who asks, who then ends it.
+                )
+        except BaseException:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            raise
+
+    def ask(self, job: CompileJob, seconds: float) -> Verdict:
+        """Sends a job and waits for its verdict.
+
+        **Raises:**
+
+        `_Lost` where the worker ends before, or takes longer than `seconds`.
+        """
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        deadline = time.monotonic() + seconds
+        with contextlib.suppress(BrokenPipeError):
+            pickle.dump(job, self.process.stdin)
+            self.process.stdin.flush()
+        # A verdict is far smaller than what a pipe holds: once it begins, it is there.
+        while not select.select([self.process.stdout], [], [], 0.5)[0]:
+            if time.monotonic() > deadline:
+                raise _Lost(f"it took longer than {seconds:g} s", timed_out=True)
+        try:
+            return pickle.load(self.process.stdout)
+        except (EOFError, pickle.UnpicklingError):
+            raise _Lost(self._how_it_ended()) from None
+
+    def _how_it_ended(self) -> str:
+        code = self.process.wait()
+        how = f"exit code {code}"
+        if code < 0:
+            with contextlib.suppress(ValueError):
+                how = signal.Signals(-code).name
+        said = (self.folder / "stderr").read_text(errors="replace").strip().splitlines()
+        return f"the compiler's process ended ({how})" + (f": {said[-1][:300]}" if said else "")
+
+    def close(self) -> None:
+        """Ends the process and removes its folder."""
+        with contextlib.suppress(OSError):
+            self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class CompilePool:
+    """Workers that are started when they are first needed, and ended when the pool is closed.
+
+    **Arguments:**
+
+    - `workers`: how many at most; `None` is one for each CPU, up to four.
+    - `compile_seconds`: the time limit of one program.
+    """
+
+    def __init__(self, workers: int | None = None, *, compile_seconds: float = COMPILE_SECONDS):
+        self.workers = min(4, os.cpu_count() or 1) if workers is None else workers
+        self.compile_seconds = compile_seconds
+        self._idle: list[_Worker] = []
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> "CompilePool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the workers that wait for work."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for worker in idle:
+            worker.close()
+
+    def ask(
+        self,
+        jobs: Sequence[CompileJob],
+        *,
+        end: float | None = None,
+        told: Callable[[CompileJob, Verdict], None] | None = None,
+        wanted: Callable[[CompileJob], bool] | None = None,
+    ) -> list[Verdict | None]:
+        """Compiles programs in parallel.
+
+        **Arguments:**
+
+        - `jobs`: what to compile.
+        - `end`: the `time.monotonic()` after which none is begun; one that runs then is given up.
+        - `told`: called with each verdict as it comes, by one thread at a time.
+        - `wanted`: asked just before a program is compiled whether it still need be.
+
+        **Returns:**
+
+        The verdicts in the order of the jobs; `None` for those that there was no time for, or that
+        were not wanted.
+        """
+        verdicts: list[Verdict | None] = [None] * len(jobs)
+        waiting = collections.deque(enumerate(jobs))
+        telling = threading.Lock()
+
+        def serve() -> None:
+            worker: _Worker | None = None
+            try:
+                while waiting:
+                    try:
+                        index, job = waiting.popleft()
+                    except IndexError:
+                        break
+                    with telling:
+                        if wanted is not None and not wanted(job):
+                            continue
+                    worker, verdict = self._verdict(worker, job, end)
+                    verdicts[index] = verdict
+                    if told is not None and verdict is not None:
+                        with telling:
+                            told(job, verdict)
+                if worker is not None:
+                    with self._lock:
+                        self._idle.append(worker)
+                    worker = None
+            finally:
+                if worker is not None:
+                    worker.close()
+
+        count = max(1, min(self.workers, len(jobs)))
+        with concurrent.futures.ThreadPoolExecutor(count) as threads:
+            try:
+                for served in [threads.submit(serve) for _ in range(count)]:
+                    served.result()
+            except BaseException:
+                waiting.clear()
+                raise
+        return verdicts
+
+    def _verdict(
+        self, worker: "_Worker | None", job: CompileJob, end: float | None
+    ) -> tuple["_Worker | None", Verdict | None]:
+        """Asks a worker, and another one where it is lost: it may not have been the job's fault."""
+        verdict: Verdict | None = None
+        for _ in range(_ATTEMPTS):
+            left = self.compile_seconds if end is None else end - time.monotonic()
+            if left <= 0:
+                return worker, verdict
+            try:
+                if worker is None:
+                    worker = self._take()
+                return worker, worker.ask(job, min(left, self.compile_seconds))
+            except _Lost as lost:
+                verdict = Verdict(False, str(lost), transient=True)
+                if worker is not None:
+                    worker.close()
+                worker = None
+                if lost.timed_out:
+                    return None, verdict
+            except OSError as error:  # no room for its folder, no memory for a process
+                return None, Verdict(
+                    False, f"no compile worker could be started: {error}", transient=True
+                )
+        return worker, verdict
+
+    def _take(self) -> _Worker:
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
+        return _Worker()

@@ -1,0 +1,192 @@
+"""The compile worker: a process that compiles, and reads what the compiler leaves behind.
+
+`python -m pallas_ops.compiler._worker FOLDER`, with `LIBTPU_INIT_ARGS` set so that libtpu writes
+its schedules to FOLDER. Jobs come pickled on standard input, verdicts go to standard output.
+"""
+
+import errno
+import json
+import os
+import pathlib
+import pickle
+import re
+import shutil
+import sys
+
+import jax
+from jax.experimental.layout import Format, Layout
+from jax.sharding import SingleDeviceSharding
+
+from ..kernels import kernel_name, pallas_matmul, xla_matmul
+from ._bundles import read_program, UnreadableScheduleError
+from ._chip import chip
+from ._jobs import CompileJob, Verdict
+from ._schedule import KernelSchedule, read_schedule
+from ._topology import compile_only_device, CompilerUnavailableError
+
+
+def main() -> None:
+    """Answers jobs until there are no more."""
+    folder = pathlib.Path(sys.argv[1])
+    # Whatever libtpu prints to standard output must not come between the answers.
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    try:
+        while True:
+            try:
+                job = pickle.load(sys.stdin.buffer)
+            except EOFError:
+                break
+            pickle.dump(answer(job, folder), answers)
+            answers.flush()
+    finally:
+        # Also where the one who asks was killed, and cannot.
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def answer(job: CompileJob, folder: pathlib.Path) -> Verdict:
+    """Compiles one program and reads its schedule."""
+    clear(folder)
+    problem = job.problem
+    if job.blocks is None:
+
+        def product(lhs, rhs):
+            return xla_matmul(problem, lhs, rhs)
+    else:
+        kernel = pallas_matmul(problem, *job.blocks, vmem_limit_bytes=job.vmem_limit_bytes)
+
+        def product(lhs, rhs):
+            return kernel(lhs, rhs)
+
+    operands = ((problem.lhs_shape, problem.lhs_dtype), (problem.rhs_shape, problem.rhs_dtype))
+    try:
+        stored = by_rows(len(problem.lhs_shape), job.device)  # both, and the result, have one rank
+        lowered = jax.jit(product, in_shardings=stored, out_shardings=stored).lower(
+            *(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in operands)
+        )
+        compiled = lowered.compile()
+    except CompilerUnavailableError as error:
+        return Verdict(False, str(error), transient=True, unavailable=True)
+    except Exception as error:
+        return Verdict(False, one_line(error), vmem_bytes=vmem_of_error(str(error)))
+    finally:
+        jax.clear_caches()
+    if job.blocks is None:
+        return Verdict(True, xla_cycles=estimated_cycles(compiled.as_text() or ""))
+    schedule, schedule_error, transient = None, None, False
+    try:
+        schedule = find_schedule(folder, job)
+        # A product with one vector is summed without an MXU.
+        if not schedule.middle.matmuls and 1 not in (problem.m, problem.n):
+            raise UnreadableScheduleError("it holds no matrix multiplication that was recognised")
+    except UnreadableScheduleError as error:
+        schedule = None
+        schedule_error = f"the schedule that this libtpu wrote cannot be read: {error}"
+    except OSError as error:
+        schedule_error, transient = f"no schedule could be read: {error.strerror}", True
+    if schedule is None and _is_full(folder):
+        schedule_error, transient = f"no schedule was written: {folder.parent} is full", True
+    verdict = Verdict(
+        True,
+        vmem_bytes=vmem_of_report(folder),
+        schedule=schedule,
+        schedule_error=schedule_error,
+        transient=transient,
+    )
+    clear(folder)
+    return verdict
+
+
+def by_rows(rank: int, device: str) -> Format:
+    """How an array lies in HBM: by rows, as between the operations of a longer program.
+
+    At the border of a program XLA may choose to store a matrix of ragged sizes by columns, and then
+    copies it for the kernel.
+    """
+    sharding = SingleDeviceSharding(compile_only_device(device))
+    return Format(Layout(tuple(range(rank))), sharding)
+
+
+def clear(folder: pathlib.Path) -> None:
+    """Removes what libtpu has written so far."""
+    for path in folder.iterdir():
+        if path.name != "stderr":
+            path.unlink(missing_ok=True)
+
+
+def _is_full(folder: pathlib.Path) -> bool:
+    """Whether nothing more can be written there."""
+    probe = folder / "probe"
+    try:
+        probe.write_bytes(b"\0" * (1 << 16))
+    except OSError as error:
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    finally:
+        probe.unlink(missing_ok=True)
+    return False
+
+
+def find_schedule(folder: pathlib.Path, job: CompileJob) -> KernelSchedule:
+    """The schedule of the kernel.
+
+    **Raises:**
+
+    `UnreadableScheduleError` where there is none.
+    """
+    assert job.blocks is not None
+    problem, block_k = job.problem, job.blocks[1]
+    kernel = kernel_name(problem)
+    names = sorted(path.name for path in folder.glob("*-final_bundles.txt"))
+    found = [name for name in names if kernel in name and "schedule-analysis" not in name]
+    if len(found) != 1:
+        raise UnreadableScheduleError(
+            f"expected one schedule of {kernel}, and found {len(found)} among {len(names)} files"
+        )
+    summed = zip(problem.leading_shape, problem.sum_leading, strict=True)
+    sizes = [*(size for size, is_summed in summed if is_summed), -(-problem.k // block_k)]
+    last_steps = frozenset(size - 1 for size in sizes if size > 1)
+    program = read_program((folder / found[0]).read_text(errors="replace"))
+    return read_schedule(program, chip(job.device).rates, last_steps)
+
+
+def one_line(error: BaseException) -> str:
+    """What the compiler refuses, without the pages of context that follow."""
+    text = " ".join(str(error).split())
+    code = re.search(r"E\d{4}: \w+", text)
+    memory = re.search(r"Scoped allocation with size \S+ and limit \S+", text)
+    if code and memory:
+        return f"{code.group()}: {memory.group()}"
+    return f"{type(error).__name__}: {text[:300]}"
+
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def vmem_of_error(text: str) -> int | None:
+    """The VMEM that a refused program would have taken, in bytes, as the compiler says it."""
+    found = re.search(r"[Ss]coped allocation with size ([\d.]+)([KMG]?)", text)
+    return None if found is None else round(float(found.group(1)) * _UNITS[found.group(2)])
+
+
+def vmem_of_report(folder: pathlib.Path) -> int | None:
+    """The VMEM that the program takes, in bytes, of the report beside the schedule."""
+    most = None
+    for path in folder.glob("*vmem_report.html"):
+        _, _, data = path.read_text(errors="replace").partition("const DATA =")
+        try:
+            report, _ = json.JSONDecoder().raw_decode(data.lstrip())
+            for part in report["hlo_breakdowns"].values():
+                most = max(most or 0, int(part["total_size"]))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return None
+    return most
+
+
+def estimated_cycles(text: str) -> int | None:
+    """XLA's own estimate of a program: the sum over the operations that it gives one for."""
+    found = re.findall(r'"estimated_cycles":"(\d+)"', text)
+    return sum(map(int, found)) if found else None
+
+
+if __name__ == "__main__":
+    main()
