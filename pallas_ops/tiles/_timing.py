@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.pallas import tpu as pltpu
 
 from ..kernels import MatmulProblem, run_kernel
 from ._config import TileConfig
@@ -38,14 +39,17 @@ def random_operands(problem: MatmulProblem) -> tuple[jax.Array, jax.Array]:
     )
 
 
+Operand = jax.Array | jax.ShapeDtypeStruct
+
+
 def lower_chain(
     problem: MatmulProblem,
     tile: TileConfig,
     implementation: str,
     vmem_limit_bytes: int | None,
-    operands: tuple[jax.Array, jax.Array],
+    operands: tuple[Operand, Operand],
 ) -> jax.stages.Lowered:
-    """A program of `count` products, none of which can begin before the one before it has ended.
+    """A program of `count` products by the kernel, one after another, with operands from HBM.
 
     The count is an argument, so that one compiled program serves any length.
     """
@@ -56,27 +60,40 @@ def lower_chain(
         implementation=implementation,
         vmem_limit_bytes=vmem_limit_bytes,
     )
-    return lower_products(product, problem, operands)
+
+    def from_hbm(lhs, rhs):
+        # XLA would copy an operand of a loop into VMEM, once, and the kernel would read it there
+        # for nothing. In a program of its own it reads what lies in HBM.
+        lhs, rhs = (pltpu.with_memory_space_constraint(one, pltpu.HBM) for one in (lhs, rhs))
+        return product(lhs, rhs)
+
+    return lower_products(from_hbm if implementation == "mosaic" else product, problem, operands)
 
 
 def lower_products(
     product: Callable[[jax.Array, jax.Array], jax.Array],
     problem: MatmulProblem,
-    operands: tuple[jax.Array, jax.Array],
+    operands: tuple[Operand, Operand],
 ) -> jax.stages.Lowered:
-    """As `lower_chain`, for any function that computes the product."""
+    """As `lower_chain`, for any function that computes the product.
+
+    Where XLA puts the operands of that is its own affair: its dot has no way to say HBM.
+    """
 
     def chain(count, lhs, rhs):
         def step(_, carry):
             operands, _ = carry
             out = product(*operands)
-            # The next step's operands wait for this result, and no step is moved out of the loop.
+            # What passes through the barrier is no constant of the loop to XLA. Without it the
+            # product is computed once, before the loop (seen for v5e, libtpu 0.0.50). That steps
+            # follow one another is the loop's own order.
             return lax.optimization_barrier((operands, out))
 
         start = ((lhs, rhs), jnp.zeros(problem.out_shape, problem.out_dtype))
         return lax.fori_loop(0, count, step, start)[1]
 
-    return jax.jit(chain).lower(jnp.int32(1), *operands)
+    # The count says nothing of devices, so that operands which are only described say it.
+    return jax.jit(chain).lower(jax.ShapeDtypeStruct((), jnp.int32), *operands)
 
 
 @dataclasses.dataclass(frozen=True)
