@@ -8,13 +8,11 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from .._hardware import find_generation
 from ..kernels import KERNEL_VERSION, MatmulProblem
 from ..operators import get_operator, list_operators
 from ..tiles import (
     Entry,
     InvalidEntryError,
-    nearest_legal,
     problem_key,
     read_table,
     TileProblem,
@@ -24,6 +22,7 @@ from ..tiles import (
     why_too_large,
 )
 from ..tiles._key import m_class
+from ..tiles._legal import nearest_that_fits, why_no_limit
 
 
 _TEXTS = (
@@ -131,18 +130,15 @@ def check_entry(entry: Entry) -> TileProblem:
     what = f"{tile} is no tile for {problem.describe()}"
     reason = why_illegal(problem.matmul, tile)
     if reason is not None:
-        nearest = nearest_legal(problem.matmul, tile)
+        nearest = nearest_that_fits(problem, tile)
         raise InvalidEntryError(f"{what}: {reason}. The nearest that a TPU takes is {nearest}")
     reason = why_too_large(problem, tile)
     if reason is not None:
         raise InvalidEntryError(f"{what}: {reason}")
-    generation, limit = find_generation(problem.device), entry.vmem_limit_bytes
-    if generation is not None and limit is not None:
-        capacity = generation.info.vmem_capacity_bytes
-        if limit > capacity:
-            raise InvalidEntryError(
-                f"`vmem_limit_bytes` is {limit}, and a {generation.name} has {capacity}"
-            )
+    limit = entry.vmem_limit_bytes
+    reason = None if limit is None else why_no_limit(problem, tile, limit)
+    if reason is not None:
+        raise InvalidEntryError(f"`vmem_limit_bytes` is {limit}, and {reason}")
     return problem
 
 

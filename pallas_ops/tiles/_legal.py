@@ -64,6 +64,15 @@ def _most_vmem_bytes(device: str | None) -> int:
     return max(known.info.vmem_capacity_bytes for known in found)
 
 
+def _where(problem: TileProblem) -> str:
+    return f"a TPU {problem.device}" if problem.device else "any TPU"
+
+
+def _largest_that_fits(problem: TileProblem, tile: TileConfig) -> TileConfig:
+    budget = _most_vmem_bytes(problem.device) - COMPILER_MARGIN_BYTES
+    return shrink_to_fit(problem.matmul, tile.blocks, budget)
+
+
 def why_too_large(problem: TileProblem, tile: TileConfig) -> str | None:
     """Why the blocks fit no VMEM that they could get, or `None` where they may."""
     needed, capacity = (
@@ -72,12 +81,19 @@ def why_too_large(problem: TileProblem, tile: TileConfig) -> str | None:
     )
     if needed <= capacity:
         return None
-    largest = shrink_to_fit(problem.matmul, tile.blocks, capacity - COMPILER_MARGIN_BYTES)
-    where = f"a TPU {problem.device}" if problem.device else "any TPU"
+    largest = _largest_that_fits(problem, tile)
     return (
-        f"the blocks need {needed / _MIB:.1f} MiB of VMEM by estimate, and {where} has at most "
-        f"{capacity / _MIB:g} MiB. The largest of this form that fits is {largest}"
+        f"the blocks need {needed / _MIB:.1f} MiB of VMEM by estimate, and {_where(problem)} has "
+        f"at most {capacity / _MIB:g} MiB. The largest of this form that fits is {largest}"
     )
+
+
+def nearest_that_fits(problem: TileProblem, tile: TileConfig) -> TileConfig:
+    """The nearest blocks that a TPU takes; where they are too large, the largest that fit."""
+    nearest = nearest_legal(problem.matmul, tile)
+    if why_too_large(problem, nearest) is None:
+        return nearest
+    return _largest_that_fits(problem, nearest)
 
 
 def vmem_limit_bytes(problem: TileProblem, tile: TileConfig) -> int | None:
@@ -94,6 +110,16 @@ def vmem_limit_bytes(problem: TileProblem, tile: TileConfig) -> int | None:
     return min(needed * 3 // 2 + COMPILER_MARGIN_BYTES, capacity)
 
 
+def why_no_limit(problem: TileProblem, tile: TileConfig, limit: int) -> str | None:
+    """Why the kernel cannot be compiled with this VMEM limit, or `None` where it may."""
+    needed, capacity = estimate_vmem_bytes(problem.matmul, tile), _most_vmem_bytes(problem.device)
+    if limit < needed:
+        return f"the blocks need {needed} bytes of VMEM by estimate"
+    if limit > capacity:
+        return f"{_where(problem)} has at most {capacity}"
+    return None
+
+
 def check_tile(problem: TileProblem, tile: TileConfig, named_by: str) -> None:
     """Raises `ValueError` where no TPU takes the blocks, with the nearest that one would take."""
     reason = why_illegal(problem.matmul, tile)
@@ -101,7 +127,7 @@ def check_tile(problem: TileProblem, tile: TileConfig, named_by: str) -> None:
         raise ValueError(
             f"{problem.operator}: {tile} ({named_by}) is not a tile that a TPU takes for "
             f"{problem.matmul.describe()}: {reason}. The nearest that it takes is "
-            f"{nearest_legal(problem.matmul, tile)}."
+            f"{nearest_that_fits(problem, tile)}."
         )
     reason = why_too_large(problem, tile)
     if reason is not None:
