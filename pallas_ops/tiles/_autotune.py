@@ -4,6 +4,9 @@ import concurrent.futures
 import dataclasses
 import os
 import threading
+from typing import Any
+
+import jax
 
 from .._hardware import find_generation
 from ..compiler import CompilePool
@@ -13,13 +16,13 @@ from ._candidates import candidates
 from ._config import TileConfig
 from ._failures import failures_told
 from ._key import problem_key, versions
-from ._memory import lock, recall, remember
+from ._memory import is_measuring, lock, measuring, recall, remember
 from ._problem import TileProblem
 from ._ranking import rank
-from ._resolver import Resolution, TileResolver
+from ._resolver import check_fallback, Resolution, TileResolver
 from ._static import estimated_tile
 from ._store import default_directory, Entry, TileStore, warn_once
-from ._sweep import Sweep, sweep, Timer
+from ._sweep import reason_of, Sweep, sweep, Timer
 
 
 # How many candidates are compiled for their predicted time, and how many of those are timed.
@@ -53,7 +56,8 @@ class AutotuneResolver:
 
     **Raises:**
 
-    `ValueError` for a budget that is not positive.
+    `ValueError` for a budget that is not positive, `TypeError` for one that is no number, or a
+    `fallback` that is no resolver.
     """
 
     budget_seconds: float | int = 60.0
@@ -63,6 +67,16 @@ class AutotuneResolver:
     timer: Timer | None = None
 
     def __post_init__(self):
+        seconds, most = self.budget_seconds, self.most_candidates
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+            raise TypeError(
+                f"AutotuneResolver: `budget_seconds` must be a number, got {seconds!r}."
+            )
+        if isinstance(most, bool) or not isinstance(most, int):
+            raise TypeError(f"AutotuneResolver: `most_candidates` must be an int, got {most!r}.")
+        if self.timer is not None and not callable(self.timer):
+            raise TypeError(f"AutotuneResolver: `timer` must be a function, got {self.timer!r}.")
+        check_fallback("AutotuneResolver", self.fallback)
         if not (self.budget_seconds > 0 and self.most_candidates > 0):
             raise ValueError(
                 f"AutotuneResolver: `budget_seconds` and `most_candidates` must be positive, got "
@@ -81,12 +95,13 @@ class AutotuneResolver:
             before = before or recall((self, directory, problem))
             return before or self._measure(problem, directory)
 
-        if not problem.can_be_timed:
+        # A timer's own product is answered at once: who started the timer holds the lock and waits.
+        if not problem.can_be_timed or is_measuring():
             return without_measuring()
         with lock:
             return agreed(
                 problem,
-                "autotune",
+                self,
                 measured,
                 without_measuring,
                 timeout_seconds=2 * self.budget_seconds + AGREE_SECONDS,
@@ -105,7 +120,7 @@ class AutotuneResolver:
             with concurrent.futures.ThreadPoolExecutor(1) as pool:
                 stop = threading.Event()
                 future = pool.submit(
-                    sweep,
+                    _sweep_in_thread,
                     problem,
                     tiles,
                     budget_seconds=self.budget_seconds,
@@ -116,13 +131,14 @@ class AutotuneResolver:
                     result = future.result()
                 finally:
                     stop.set()  # where the person has interrupted it, the pool waits for one tile
-        except Exception as error:  # such as operands that do not fit in memory
-            result = Sweep(failures={tiles[0]: f"{type(error).__name__}: {error}"})
+        except Exception as error:  # no fault of any tile
+            result = Sweep(error=reason_of(error))
         if result.winner is None:
+            why = f" {result.error}" if result.error else failures_told(result.failures)
             warn_once(
                 f"sweep {problem}",
                 f"no tile could be measured for {problem.describe()}; taken is the fallback's."
-                f"{failures_told(result.failures)}",
+                f"{why}",
             )
             # Not stored: another process may have more luck. Not tried again in this one.
             return remember((self, directory, problem), self.fallback.resolve(problem))
@@ -160,3 +176,10 @@ class AutotuneResolver:
         # What would be taken without measuring is measured too: no sweep makes things worse.
         safe = estimated_tile(problem)
         return best if safe in best else (*best, safe)
+
+
+def _sweep_in_thread(*args: Any, **kwargs: Any) -> Sweep:
+    # A thread begins with the settings that the person made for the whole process. They are about
+    # the person's program: operands are made on the host, and only what is compiled can be timed.
+    with measuring(), jax.transfer_guard("allow"), jax.disable_jit(False):
+        return sweep(*args, **kwargs)

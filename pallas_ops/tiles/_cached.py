@@ -5,10 +5,10 @@ import os
 
 from ._agree import agreed
 from ._key import problem_key, versions
-from ._legal import nearest_legal, why_too_large
+from ._legal import nearest_legal, why_no_limit, why_too_large
 from ._memory import recall, remember
 from ._problem import TileProblem
-from ._resolver import Resolution, TileResolver
+from ._resolver import check_fallback, Resolution, TileResolver
 from ._static import StaticResolver
 from ._store import default_directory, Entry, TileStore, warn_once
 from ._tables import load_table, shipped_tables
@@ -31,7 +31,10 @@ def legal_again(problem: TileProblem, entry: Entry, source: str) -> Resolution |
     if why_too_large(problem, tile) is not None:
         return None
     reason = f"found by {entry.source}" + (f": {entry.reason}" if entry.reason else "")
-    return Resolution(tile, source, entry.vmem_limit_bytes, reason)
+    limit = entry.vmem_limit_bytes
+    if limit is not None and why_no_limit(problem, tile, limit) is not None:
+        limit = None  # what the tile needs
+    return Resolution(tile, source, limit, reason)
 
 
 def stored_tile(
@@ -69,6 +72,10 @@ class CachedResolver:
         come with the package.
     - `fallback`: who is asked for what is nowhere.
     - `quiet`: whether a miss is told only where the kernel runs on a real TPU.
+
+    **Raises:**
+
+    `TypeError` where `fallback` is no resolver.
     """
 
     directory: str | os.PathLike | None = None
@@ -76,13 +83,16 @@ class CachedResolver:
     fallback: TileResolver = DEFAULT_FALLBACK
     quiet: bool = False
 
+    def __post_init__(self):
+        check_fallback("CachedResolver", self.fallback)
+
     def resolve(self, problem: TileProblem) -> Resolution:
         """As in [`pallas_ops.TileResolver`][]."""
 
         def decide():
             return self.look_up(problem)
 
-        return agreed(problem, "cached", decide, decide, timeout_seconds=AGREE_SECONDS)
+        return agreed(problem, self, decide, decide, timeout_seconds=AGREE_SECONDS)
 
     def look_up(self, problem: TileProblem) -> Resolution:
         directory = os.fspath(default_directory() if self.directory is None else self.directory)

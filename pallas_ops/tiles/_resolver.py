@@ -90,6 +90,15 @@ class TileChoice:
         return TileChoice(forward=self.rhs_cotangent, resolver=self.resolver)
 
 
+def check_fallback(owner: str, fallback: Any) -> None:
+    """Raises `TypeError` where a resolver's `fallback` is no resolver."""
+    if isinstance(fallback, type) or not isinstance(fallback, TileResolver):
+        raise TypeError(
+            f"{owner}: `fallback` must be a tile resolver, such as StaticResolver() or "
+            f"StaticResolver(TileConfig(...)); got {fallback!r}."
+        )
+
+
 Tiles = TileConfig | TileChoice | TileResolver | Mapping[str, TileConfig] | None
 """What `tiles=` takes."""
 

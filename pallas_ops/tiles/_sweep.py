@@ -41,18 +41,20 @@ class Sweep:
     - `seconds`: the time of one product for each tile that was measured, fastest first.
     - `failures`: why each of the others is out.
     - `left_out`: how many tiles the budget had no time for.
+    - `error`: why nothing could be tried, where that is no fault of a tile.
     """
 
     seconds: dict[TileConfig, float] = dataclasses.field(default_factory=dict)
     failures: dict[TileConfig, str] = dataclasses.field(default_factory=dict)
     left_out: int = 0
+    error: str | None = None
 
     @property
     def winner(self) -> TileConfig | None:
         return next(iter(self.seconds), None)
 
 
-def _reason(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}"
 
@@ -110,7 +112,11 @@ def sweep(
     """
     end = clock() + budget_seconds
     result = Sweep()
-    operands = random_operands(problem.matmul)
+    try:
+        operands = random_operands(problem.matmul)
+    except Exception as error:  # such as no memory for them
+        result.error = f"its operands could not be made: {reason_of(error)}"
+        return result
     timings: dict[TileConfig, Timing] = {}
 
     def lower(tile):
@@ -137,7 +143,7 @@ def sweep(
             try:
                 compiling[tile] = pool.submit(lower(tile).compile)
             except Exception as error:
-                result.failures[tile] = _reason(error)
+                result.failures[tile] = reason_of(error)
         concurrent.futures.wait(compiling.values())
 
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
@@ -152,7 +158,7 @@ def sweep(
             try:
                 timing = measure(tile, compiling.pop(tile).result())
             except Exception as error:
-                result.failures[tile] = _reason(error)
+                result.failures[tile] = reason_of(error)
                 continue
             if math.isfinite(timing.seconds) and timing.seconds > 0:
                 timings[tile] = timing
@@ -165,7 +171,7 @@ def sweep(
             try:
                 right = _is_right(problem, tile, operands)
             except Exception as error:
-                result.failures[tile] = _reason(error)
+                result.failures[tile] = reason_of(error)
                 continue
             if not right:
                 result.failures[tile] = "its product differs from XLA's"

@@ -1,6 +1,7 @@
 """Several processes: all take the tile of process 0, and none waits for ever."""
 
 import json
+import math
 import os
 import socket
 import subprocess
@@ -10,13 +11,14 @@ import warnings
 import pytest
 
 import pallas_ops as po
-from pallas_ops.tiles import _agree, Entry, problem_key, TileStore, versions
+from pallas_ops.tiles import _agree, _memory, Entry, problem_key, TileStore, versions
 
-from .tools import RecordingTimer, ROOT, tile_problem
+from .tools import RecordingTimer, ROOT, run_python, tile_problem
 
 
 PROBLEM = tile_problem(8, 256, 8)
 SMALL, WHOLE = po.TileConfig(8, 128, 8), po.TileConfig(8, 256, 8)
+ESTIMATE = po.StaticResolver().resolve(PROBLEM)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*which tells nothing about a TPU")
 
@@ -25,7 +27,7 @@ class FakeClient:
     """The key-value store of a job, in one process."""
 
     def __init__(self):
-        self.values, self.waits = {}, []
+        self.values, self.waits, self.error = {}, [], "DEADLINE_EXCEEDED: nobody said it\nand more"
 
     def key_value_set(self, key, value, allow_overwrite=False):
         assert allow_overwrite or key not in self.values
@@ -34,7 +36,7 @@ class FakeClient:
     def blocking_key_value_get(self, key, timeout_in_ms):
         self.waits.append(timeout_in_ms)
         if key not in self.values:
-            raise RuntimeError("DEADLINE_EXCEEDED: nobody said it\nand more")
+            raise RuntimeError(self.error)
         return self.values[key]
 
 
@@ -45,6 +47,7 @@ def job(monkeypatch):
 
     def be(index):
         monkeypatch.setattr(_agree, "distributed_client", lambda: (client, index, 2))
+        _memory._resolved.clear()
         return client
 
     return be
@@ -111,6 +114,112 @@ def test_a_stored_tile_is_the_fallback_of_a_process_that_waited_in_vain(job, sto
     with pytest.warns(UserWarning, match="process 1 waited"):
         resolution = po.AutotuneResolver(timer=RecordingTimer()).resolve(PROBLEM)
     assert (resolution.tile, resolution.source) == (SMALL, "store")
+
+
+def test_a_budget_without_end_is_waited_for_and_not_for_ever(job):
+    client = job(1)
+    tiles = po.AutotuneResolver(timer=RecordingTimer(), budget_seconds=math.inf)
+    with pytest.warns(UserWarning, match="process 1 waited 86400 s"):
+        tiles.resolve(PROBLEM)
+    assert client.waits == [24 * 3600 * 1000]
+
+
+def test_a_coordinator_that_is_gone_is_no_waiting(job):
+    client = job(1)
+    client.error = "UNAVAILABLE: no route"
+    tiles = po.AutotuneResolver(timer=RecordingTimer(), budget_seconds=0.5)
+    with pytest.warns(UserWarning, match="process 1 could not ask for process 0's tile"):
+        tiles.resolve(PROBLEM)
+    tiles.resolve(tile_problem(8, 256, 16))
+    assert client.waits == [61_000, 61_000]
+
+
+def test_after_forget_all_ask_again(job, store):
+    """Process 1 must not take what process 0 said before both forgot it."""
+    tiles = po.CachedResolver(quiet=True)
+    client = job(0)
+    before = tiles.resolve(PROBLEM)
+    job(1)
+    assert tiles.resolve(PROBLEM).tile == before.tile == ESTIMATE.tile
+    TileStore(store).put(Entry(problem_key(PROBLEM), versions(), SMALL))
+    job(0)
+    po.tiles.forget()  # the count is the same in both: one process plays them all
+    assert tiles.resolve(PROBLEM).tile == SMALL
+    job(1)
+    assert tiles.resolve(PROBLEM).tile == SMALL
+    assert len(client.values) == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*table of tiles")
+def test_resolvers_that_decide_differently_have_answers_of_their_own(job, store):
+    client = job(0)
+    resolvers = [
+        po.CachedResolver(quiet=True),
+        po.CachedResolver(quiet=True, fallback=po.StaticResolver(SMALL)),
+        po.CachedResolver(quiet=True, fallback=po.StaticResolver(WHOLE)),
+        po.CachedResolver(quiet=True, fallback=po.StaticResolver({(8, 256, 8): SMALL})),
+        po.CachedResolver(quiet=True, table="old/tiles.json"),
+        po.CachedResolver(quiet=True, table="new/tiles.json"),
+        po.AutotuneResolver(fallback=po.StaticResolver(SMALL), timer=RecordingTimer()),
+    ]
+    said = [resolver.resolve(PROBLEM).tile for resolver in resolvers]
+    assert len(client.values) == len(resolvers)
+    job(1)
+    assert [resolver.resolve(PROBLEM).tile for resolver in resolvers] == said
+    # Each process may have a store of its own.
+    for resolver in (po.CachedResolver(store / "1", quiet=True), po.CachedResolver(quiet=True)):
+        assert resolver.resolve(PROBLEM).reason.startswith("process 0's: ")
+
+
+TELL = """
+import os
+from pallas_ops.tiles import _agree, CachedResolver, StaticResolver, TileConfig, AutotuneResolver
+from pallas_ops.tiles._problem import TileProblem
+from pallas_ops.kernels import MatmulProblem
+import jax.numpy as jnp
+
+def timer(problem, tile, run, hopeless_seconds):
+    return 1.0
+
+class Own:
+    def resolve(self, problem):
+        pass
+
+f = jnp.dtype("float32")
+def problem(n):
+    return TileProblem(MatmulProblem((8, 128), (128, n), f, f, f), device="v5e")
+tiles = {problem(n): TileConfig(8, 128, n) for n in range(128, 1280, 128)}
+print(_agree._stable_text(AutotuneResolver(
+    directory=str(os.getpid()), fallback=CachedResolver(
+        directory=str(os.getpid()), table="t.json", fallback=StaticResolver(tiles)), timer=timer)))
+print(_agree._stable_text(CachedResolver(fallback=Own())))
+"""
+
+
+def test_a_resolver_is_called_the_same_in_every_process():
+    first, second = (run_python(TELL, PYTHONHASHSEED=seed) for seed in ("1", "2"))
+    assert first == second
+    assert "timer=<function timer>" in first
+    assert "t.json" in first
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_what_was_agreed_on_is_not_asked_for_again(job, index, monkeypatch):
+    tiles = po.CachedResolver(quiet=True)
+    job(0)
+    tiles.resolve(PROBLEM)
+    client = job(index)
+    first = tiles.resolve(PROBLEM)
+
+    def never(*args, **kwargs):
+        raise AssertionError("asked again")
+
+    monkeypatch.setattr(client, "blocking_key_value_get", never)
+    monkeypatch.setattr(client, "key_value_set", never)
+    assert tiles.resolve(PROBLEM) == first
+    po.tiles.forget()
+    with pytest.raises(AssertionError) if index == 0 else pytest.warns(UserWarning, match="again"):
+        tiles.resolve(PROBLEM)
 
 
 def test_nothing_is_agreed_on_for_a_program_that_does_not_run_here(job):

@@ -1,5 +1,6 @@
 """Sweeps in which things go wrong, and the clock: nothing wrong is ever stored or chosen."""
 
+import dataclasses
 import itertools
 import math
 import threading
@@ -15,7 +16,7 @@ from pallas_ops.tiles import _sweep, candidates, TileStore
 from pallas_ops.tiles._sweep import sweep
 from pallas_ops.tiles._timing import lower_chain, random_operands, time_per_call
 
-from .tools import matmul_problem, RecordingTimer, tile_problem
+from .tools import matmul_problem, RecordingTimer, run_python, tile_problem
 
 
 PROBLEM = tile_problem(8, 256, 8)
@@ -190,8 +191,10 @@ def test_no_operands_can_be_made(monkeypatch):
         raise MemoryError("no room")
 
     monkeypatch.setattr(_sweep, "random_operands", too_large)
-    with pytest.warns(UserWarning, match="MemoryError: no room"):
+    with pytest.warns(UserWarning, match="its operands could not be made: MemoryError") as caught:
         assert po.AutotuneResolver(timer=RecordingTimer()).resolve(PROBLEM) == ESTIMATE
+    # No tile is to blame.
+    assert not [warning for warning in caught if "TileConfig" in str(warning.message)]
 
 
 def test_many_reasons_are_told_in_few_lines():
@@ -248,6 +251,29 @@ def test_no_more_candidates_than_were_asked_for():
     resolution = po.AutotuneResolver(most_candidates=2, timer=timer).resolve(problem)
     assert [tile for _, tile in timer.calls] == list(candidates(problem, most=2))
     assert "fastest of 2 measured" in resolution.reason
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (dict(budget_seconds="3"), "`budget_seconds` must be a number, got '3'"),
+        (dict(budget_seconds=True), "`budget_seconds` must be a number, got True"),
+        (dict(most_candidates=2.5), "`most_candidates` must be an int, got 2.5"),
+        (dict(timer=3), "`timer` must be a function, got 3"),
+        (dict(fallback="static"), "`fallback` must be a tile resolver.*got 'static'"),
+        (dict(fallback=SMALL), "`fallback` must be a tile resolver.*got TileConfig"),
+        (dict(fallback=po.StaticResolver), "`fallback` must be a tile resolver.*got <class"),
+    ],
+)
+def test_what_an_autotune_resolver_does_not_take(wrong, message):
+    for kind in (po.AutotuneResolver, po.CachedResolver):
+        if wrong.keys() <= {field.name for field in dataclasses.fields(kind)}:
+            # Past its constructor, which the checks of types that are on in tests would refuse.
+            resolver = kind()
+            for name, value in wrong.items():
+                object.__setattr__(resolver, name, value)
+            with pytest.raises(TypeError, match=f"{kind.__name__}: {message}"):
+                resolver.__post_init__()
 
 
 @pytest.mark.parametrize(
@@ -358,6 +384,65 @@ def test_what_the_interpreters_timings_are_worth_is_told_once():
 def test_a_sweep_writes_nothing_where_no_terminal_is(capfd):
     po.AutotuneResolver(timer=RecordingTimer()).resolve(PROBLEM)
     assert capfd.readouterr() == ("", "")
+
+
+# What a timer may do, while who started it waits.
+
+IN_A_TIMER = """
+import dataclasses, os, sys, warnings
+os.environ["PALLAS_OPS_TILES"] = "autotune"
+warnings.simplefilter("ignore")
+import faulthandler
+faulthandler.dump_traceback_later(60, exit=True)
+import jax.numpy as jnp
+import pallas_ops as po
+
+def forgets(problem, tile, run, hopeless_seconds):
+    po.tiles.forget()
+    run(1)
+    return 1e-3
+
+def multiplies(problem, tile, run, hopeless_seconds):
+    x = jnp.ones((8, 128))
+    assert (po.matmul(x, x.T, implementation="interpret") == 128).all()
+    run(1)
+    return 1e-3
+
+tiles = po.AutotuneResolver(timer=globals()[sys.argv[1]])
+print(po.matmul(jnp.ones((8, 256)), jnp.ones((256, 8)), tiles=tiles, implementation="interpret")[0])
+product = lambda: po.matmul(jnp.ones((8, 256)), jnp.ones((256, 8)))
+problem = po.tiles.collect(product, implementation="interpret")[0]
+# As it would be asked by a program that runs here: the answer is there, and nothing is measured.
+print(tiles.resolve(dataclasses.replace(problem, can_be_timed=True)).source)
+"""
+
+
+@pytest.mark.parametrize("action", ["forgets", "multiplies"])
+def test_a_timer_may_forget_and_multiply(action, tmp_path):
+    """Both would wait for the lock that is held until the timer is done."""
+    out = run_python(IN_A_TIMER, action, PALLAS_OPS_CACHE_DIR=str(tmp_path))
+    assert out.split() == ["[256."] + ["256."] * 6 + ["256.]", "autotune"]
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("jax_transfer_guard", "disallow_explicit"), ("jax_disable_jit", True)],
+)
+def test_what_the_person_set_for_the_process_does_not_hold_in_a_sweep(store, flag, value):
+    before = getattr(jax.config, flag)
+    timed = []
+
+    def timer(problem, tile, run, hopeless_seconds):
+        run(2)
+        timed.append((jax.config.jax_disable_jit, jax.config.jax_transfer_guard))
+        return 1e-3
+
+    try:
+        jax.config.update(flag, value)
+        assert po.AutotuneResolver(timer=timer).resolve(PROBLEM).source == "autotune"
+    finally:
+        jax.config.update(flag, before)
+    assert set(timed) == {(False, "allow")}
 
 
 def test_an_interrupted_sweep_begins_no_other_tile():
