@@ -6,6 +6,7 @@ from typing import Any
 import jax
 from jax.extend import core as jex_core
 
+from .._hardware import find_generation, known_generation
 from ..kernels import problem_of
 from ._problem import TileProblem
 
@@ -15,13 +16,28 @@ _PRIMITIVE = "pallas_ops_matmul"
 _FIELDS = ("transpose_lhs", "transpose_rhs", "sum_leading", "out_dtype", "precision")
 
 
+# Those that run the kernel, and have tiles.
+_IMPLEMENTATIONS = ("mosaic", "interpret", "tpu_interpret")
+
+
 def _equations(jaxpr: Any) -> Iterator[Any]:
-    waiting = [jaxpr]
-    while waiting:
-        jaxpr = waiting.pop()
-        for equation in jaxpr.eqns:
-            yield equation
-            waiting.extend(jex_core.jaxprs_in_params(equation.params))
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jex_core.jaxprs_in_params(equation.params):
+            yield from _equations(inner)
+
+
+def _check(device: str | None, implementation: str) -> None:
+    if implementation not in _IMPLEMENTATIONS:
+        raise ValueError(
+            f"collect: `implementation` is one that runs the kernel, of "
+            f"{', '.join(map(repr, _IMPLEMENTATIONS))}; got {implementation!r}."
+        )
+    if device is None or find_generation(device) is not None:
+        return
+    # One that is too new to be known may be here all the same.
+    if all(here.platform != "tpu" or here.device_kind != device for here in jax.devices()):
+        known_generation(device)
 
 
 def collect(
@@ -51,8 +67,13 @@ def collect(
     **Returns:**
 
     The problems in the order of the program, each once; none that is empty, or of dtypes that the
-    kernel does not have.
+    kernel does not have, or which a call leaves to XLA by name.
+
+    **Raises:**
+
+    `ValueError` for a TPU or an implementation that is none.
     """
+    _check(device, implementation)
     leaves, tree = jax.tree.flatten((args, kwargs))
     is_array = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
 
@@ -69,20 +90,19 @@ def collect(
     arrays = [leaf for leaf, array in zip(leaves, is_array, strict=True) if array]
     found: dict[TileProblem, None] = {}
     for equation in _equations(jax.make_jaxpr(run)(arrays).jaxpr):
-        if equation.primitive.name != _PRIMITIVE:
-            continue
         params = equation.params
+        if equation.primitive.name != _PRIMITIVE or params["implementation"] == "xla":
+            continue
         matmul = problem_of(
             *(operand.aval for operand in equation.invars),
             **{name: params[name] for name in _FIELDS},
         )
         if matmul.is_empty or matmul.why_not_in_kernel() is not None:
             continue
-        named = params["implementation"]
         problem = TileProblem(
             matmul,
             device=params["device"] if device is None else device,
-            implementation=named if named not in (None, "xla") else implementation,
+            implementation=params["implementation"] or implementation,
         )
         found[problem] = None
     return tuple(found)

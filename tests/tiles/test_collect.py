@@ -109,6 +109,21 @@ def test_the_order_is_that_of_the_program():
     assert found(collect(function, X, W)) == [("NN", 32, 24, 16), ("NN", 32, 16, 24)]
 
 
+def test_the_order_is_that_of_the_program_inside_other_programs_too():
+    def inner(x):
+        return jax.jit(lambda x: po.matmul(x, jnp.ones((2, 3))))(x)
+
+    def function(x):
+        x = inner(jax.lax.cond(x[0, 0] > 0, lambda x: po.matmul(x, jnp.ones((24, 2))), _two, x))
+        return po.matmul(jax.jit(lambda x: po.matmul(x, jnp.ones((3, 4))))(x), jnp.ones((4, 5)))
+
+    assert [p.n for p in collect(function, X)] == [2, 3, 4, 5]
+
+
+def _two(x):
+    return po.matmul(x, jnp.ones((24, 2)))
+
+
 def test_arguments_may_hold_anything():
     def function(x, *, weights, activation, rate, nothing, name):
         assert (nothing, name, rate) == (None, "a name", 0.5)
@@ -141,12 +156,30 @@ def test_device_and_implementation():
         ]
 
     assert [p.implementation for p in collect(function, X, W)] == ["mosaic", "interpret"]
+    # XLA has no tiles.
+    with po.options(implementation="xla"):
+        assert collect(po.matmul, X, W) == ()
+    assert collect(lambda x, w: po.matmul(x, w, implementation="xla"), X, W) == ()
     tuned = collect(function, X, W, implementation="tpu_interpret", device="TPU v6 lite")
     assert [p.implementation for p in tuned] == ["tpu_interpret", "interpret", "mosaic"]
     assert {p.device for p in tuned} == {"v6e"}
     with po.options(device="v4"):
         assert {p.device for p in collect(function, X, W)} == {"v4"}
         assert {p.device for p in collect(function, X, W, device="v5p")} == {"v5p"}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (dict(device="v9"), "Unknown TPU 'v9'. Known are"),
+        (dict(device="cpu"), "Unknown TPU 'cpu'. Known are"),
+        (dict(implementation="xla"), "`implementation` is one that runs the kernel.*got 'xla'"),
+        (dict(implementation="mosiac"), "'tpu_interpret'; got 'mosiac'"),
+    ],
+)
+def test_names_that_are_none(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        collect(po.matmul, X, W, **wrong)
 
 
 def test_nothing_is_run_resolved_or_left_behind(store):
