@@ -76,15 +76,21 @@ class StaticResolver:
     """
 
     tiles: TileConfig | Mapping | Callable[[TileProblem], TileConfig | None] | None = None
+    # A mapping as it was said. What is hashed and compared is its items, in which nothing is found.
+    _mapping: Mapping | None = dataclasses.field(
+        default=None, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self):
+        if isinstance(self.tiles, Mapping):
+            object.__setattr__(self, "_mapping", dict(self.tiles))
         object.__setattr__(self, "tiles", _freeze(self.tiles))
 
     def _said(self, problem: TileProblem) -> TileConfig | None:
         tiles: Any = self.tiles
-        if isinstance(tiles, frozenset):
-            said = dict(tiles)
-            return said.get(problem) or said.get((problem.m, problem.k, problem.n))
+        if self._mapping is not None:
+            sizes = (problem.m, problem.k, problem.n)
+            return self._mapping.get(problem) or self._mapping.get(sizes)
         if callable(tiles):
             tile = tiles(problem)
             if tile is not None and not isinstance(tile, TileConfig):

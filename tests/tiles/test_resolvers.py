@@ -241,6 +241,28 @@ def test_what_was_said_to_a_static_resolver(tiles):
         assert resolver.resolve(other) == po.StaticResolver().resolve(other)
 
 
+def test_a_large_mapping_is_read_once_and_stays_hashable():
+    class Counting(dict):
+        def items(self):
+            reads.append(1)
+            return super().items()
+
+    reads, tile = [], po.TileConfig(8, 128, 128)
+    said = Counting({(m, 128, 256): tile for m in range(8, 808, 8)})
+    resolver = po.StaticResolver(said)
+    assert resolver == po.StaticResolver(dict(said))
+    assert hash(resolver) == hash(po.StaticResolver(dict(said)))
+    said.clear()  # what was said is said
+    reads.clear()
+    for m in (8, 400, 800):
+        assert resolver.resolve(tile_problem(m, 128, 256)).source == "static"
+    assert resolver.resolve(tile_problem(9, 128, 256)).source == "estimate"
+    # No dictionary is made of it for a question.
+    assert isinstance(resolver._mapping, dict)
+    assert reads == []
+    assert "_mapping" not in repr(resolver)
+
+
 def test_a_collected_problem_is_a_key_for_a_static_resolver():
     """Whether a program can be timed here is no part of what a person says about a problem."""
     x = jax.ShapeDtypeStruct((300, 300), jnp.float32)
