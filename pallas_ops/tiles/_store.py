@@ -2,9 +2,12 @@
 
 import dataclasses
 import hashlib
+import itertools
 import json
+import math
 import os
 import pathlib
+import re
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
@@ -26,6 +29,10 @@ SCHEMA = 1
 
 # Beyond this a file is no entry of ours, and is not read into memory.
 _MOST_BYTES = 1 << 20
+
+
+# Control characters but for tabs and new lines, and halves of surrogate pairs.
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 class InvalidEntryError(ValueError):
@@ -64,7 +71,10 @@ class Entry:
 
     def as_json(self) -> dict[str, Any]:
         """The entry as `from_json` reads it."""
-        fields = dict(vars(self), tile=list(self.tile.blocks))
+        # The words of a compiler may hold anything, and no file with that is read again.
+        failures = {tile: _UNPRINTABLE.sub("?", why) for tile, why in self.failures.items()}
+        reason = _UNPRINTABLE.sub("?", self.reason)
+        fields = dict(vars(self), tile=list(self.tile.blocks), reason=reason, failures=failures)
         return {"schema": SCHEMA, **fields}
 
     @staticmethod
@@ -161,10 +171,15 @@ class TileStore:
             return None
         except (OSError, InvalidEntryError) as error:
             # What the system refuses for one file it will refuse for the others too.
+            is_system = isinstance(error, OSError)
+            advice = (
+                f"{CACHE_DIR_VARIABLE} moves the store."
+                if is_system
+                else "`pallas-ops tiles clear` removes what is stored."
+            )
             warn_once(
-                f"store {self.directory}" if isinstance(error, OSError) else str(path),
-                f"the stored tile {path} cannot be used and is left out: {error}. "
-                f"`pallas-ops tiles clear` removes what is stored.",
+                f"store {self.directory}" if is_system else str(path),
+                f"the stored tile {path} cannot be used and is left out: {error}. {advice}",
             )
             return None
         return entry
@@ -199,9 +214,18 @@ class TileStore:
             except (OSError, InvalidEntryError) as error:
                 yield path, error
 
+    def files(self) -> tuple[list[pathlib.Path], list[pathlib.Path]]:
+        """What `clear` removes: the files of entries, and what interrupted writes have left."""
+        entries, leftovers = (
+            # No folder: none is ours, whatever its name.
+            [path for path in self.directory.glob(pattern) if path.is_symlink() or path.is_file()]
+            for pattern in ("*.json", ".new-*.tmp")
+        )
+        return entries, leftovers
+
     def clear(self) -> int:
         """Removes every file of the store; returns how many there were."""
-        paths = [*self.directory.glob("*.json"), *self.directory.glob(".new-*.tmp")]
+        paths = list(itertools.chain(*self.files()))
         for path in paths:
             path.unlink(missing_ok=True)
         return len(paths)
@@ -223,6 +247,19 @@ def parse_json(content: bytes) -> Any:
     `InvalidEntryError` for anything else.
     """
     try:
-        return json.loads(content)
+        value = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise InvalidEntryError(f"it is no JSON ({error})") from None
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, dict):
+            waiting += [*one, *one.values()]
+        elif isinstance(one, list):
+            waiting += one
+        elif isinstance(one, str) and _UNPRINTABLE.search(one):
+            # It would be printed by `pallas-ops tiles show`, and steer the terminal or fail.
+            raise InvalidEntryError(f"it holds a text with control characters: {ascii(one)[:100]}")
+        elif isinstance(one, float) and not math.isfinite(one):  # Python reads NaN, and 1e999
+            raise InvalidEntryError(f"it is no JSON (the number {one})")
+    return value

@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import json
+import math
 import os
 import pathlib
 import subprocess
@@ -236,6 +237,11 @@ BAD = {
     "another problem": json.dumps(entry_of(tile_problem(8, 512, 8)).as_json()).encode(),
     "another version": _with(versions={**versions(), "jax": "0.0.1"}),
     "no versions": _with(versions={}),
+    "nan among versions": _with(versions={**versions(), "kernel": math.nan}),
+    "a number without end": _with(seconds="?").replace(b'"?"', b"1e999"),
+    "half a character": _with(reason="\ud800"),
+    "a text that steers the terminal": _with(failures={"8x8x8": "\x1b[2J"}),
+    "such a key": _with(failures={"\x1b[2J": "why"}),
 }
 
 
@@ -388,6 +394,22 @@ def test_a_store_that_cannot_be_used_is_one_warning(store, monkeypatch, breaking
     assert timer.sweeps == [PROBLEM, other]
     assert str(store) in only_warning(caught)
     assert left_behind(store) == []
+
+
+def test_what_cannot_be_read_is_no_reason_to_clear(store):
+    """What the system refuses: `clear` would not help."""
+    path_of(store).parent.mkdir(parents=True, exist_ok=True)
+    path_of(store).mkdir()
+    with pytest.warns(UserWarning, match="PALLAS_OPS_CACHE_DIR moves the store") as caught:
+        assert TileStore(store).get(problem_key(PROBLEM), versions()) is None
+    assert "clear" not in str(caught[0].message)
+
+
+def test_whatever_a_compiler_says_is_read_again(store):
+    entry = dataclasses.replace(entry_of(), reason="a\x1b[2Jb", failures={"8x8x8": "\ud800\nc"})
+    assert TileStore(store).put(entry)
+    found = TileStore(store).get(problem_key(PROBLEM), versions())
+    assert (found.reason, found.failures) == ("a?[2Jb", {"8x8x8": "?\nc"})
 
 
 def test_reading_makes_no_folder(store):
