@@ -182,7 +182,7 @@ def export(file: str, device: str | None) -> None:
         what = "Nothing" if device is None else f"Nothing for a {device}"
         raise click.ClickException(f"{what} that could be used is stored in {directory}.")
     text = table_json(entries)
-    if file == "-":
+    if file in ("-", "/dev/stdout"):  # opened anew, a file there would be written over
         click.echo(text, nl=False)
         return
     _write_whole(pathlib.Path(file), text)
@@ -194,9 +194,16 @@ def export(file: str, device: str | None) -> None:
 
 
 def _write_whole(path: pathlib.Path, text: str) -> None:
-    """Writes a file beside, and renames it: what was there stays until all of the new is."""
+    """Writes a file beside, and renames it: what was there stays until all of the new is.
+
+    What is no file, such as a pipe or `/dev/null`, is written to and stays what it is.
+    """
     name = None
     try:
+        if path.exists() and not path.is_file():
+            with path.open("a", encoding="utf-8") as stream:
+                stream.write(text)
+            return
         # Where the name is a link, what it points to is replaced.
         path = path.resolve()
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-", suffix=".tmp")
@@ -274,7 +281,10 @@ def import_(file: Any) -> None:
         table = read_import(file.read())
     except InvalidEntryError as error:
         raise click.ClickException(f"{file.name}: {error}. Nothing was imported.") from None
-    left_out = f"{table.left_out} of another version of the kernel were left out."
+    verb = "was" if table.left_out == 1 else "were"
+    left_out = (
+        f"{counted(table.left_out, 'tile')} of another version of the kernel {verb} left out."
+    )
     if not table.entries:
         why = left_out if table.left_out else "it holds no entries."
         raise click.ClickException(f"{file.name}: {why} Nothing was imported.")
@@ -301,12 +311,14 @@ def clear(yes: bool) -> None:
     from ..tiles import forget, TileStore
 
     store = TileStore()
-    count = sum(1 for _ in store.entries())
-    if not count:
+    entries, leftovers = store.files()
+    parts = ((entries, "stored tile"), (leftovers, "unfinished file"))
+    what = " and ".join(counted(len(paths), name) for paths, name in parts if paths)
+    if not what:
         click.echo(f"Nothing is stored in {store.directory}.")
         return
     if not yes:
-        click.confirm(f"Remove {counted(count, 'stored tile')} from {store.directory}?", abort=True)
+        click.confirm(f"Remove {what} from {store.directory}?", abort=True)
     try:
         store.clear()
     except OSError as error:
@@ -314,7 +326,7 @@ def clear(yes: bool) -> None:
             f"{store.directory} cannot be cleared: {error.strerror}."
         ) from None
     forget()
-    click.echo(f"{counted(count, 'stored tile')} removed.")
+    click.echo(f"{what} removed.")
 
 
 @command.command("why")
@@ -359,10 +371,10 @@ def why(
 ) -> None:
     """Who is asked for the tile of a product, and what each answers. Nothing is measured."""
     from ._products import device_name, make_problem
-    from ._why import explain, why_json
+    from ._why import explain, named_in_environment, why_json
 
     told: list[str] = []
-    with readable(), told_warnings(told):
+    with readable(), told_warnings(told), named_in_environment(tiles):
         problem = make_problem(
             product,
             m,

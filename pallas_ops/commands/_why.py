@@ -1,8 +1,10 @@
 """`pallas-ops tiles why`: who is asked for a tile, and what each answers."""
 
+import contextlib
 import dataclasses
 import math
 import os
+from collections.abc import Iterator
 from typing import Any
 
 from .._hardware import find_generation
@@ -97,6 +99,24 @@ def _answer_of_tables(problem: TileProblem, used: Resolution) -> Step:
     return Step(f"the {len(tables)} tables that come with the package", answer)
 
 
+@contextlib.contextmanager
+def named_in_environment(tiles: str | None) -> Iterator[None]:
+    """Puts the resolver that `--tiles` names in place of the one that the environment names.
+
+    That one does not count then, and may be none: every call of the operator would say so.
+    """
+    before = os.environ.get(TILES_VARIABLE)
+    try:
+        if tiles is not None:
+            os.environ[TILES_VARIABLE] = tiles
+        yield
+    finally:
+        if before is not None:
+            os.environ[TILES_VARIABLE] = before
+        elif tiles is not None:
+            del os.environ[TILES_VARIABLE]
+
+
 def explain(problem: TileProblem, tiles: str | None) -> Why:
     """Asks for a problem's tile as a call that names none would, without measuring anything.
 
@@ -110,7 +130,8 @@ def explain(problem: TileProblem, tiles: str | None) -> Why:
     `ValueError` where the environment names no resolver.
     """
     steps = [Step("the call, its layer, options(tiles=...)", "a tile named there comes first")]
-    resolver = environment_resolver()
+    # Not read where it does not count: what it says may be wrong.
+    resolver = environment_resolver() if tiles is None else None
     if tiles is not None:
         steps.append(Step(f"--tiles {tiles}", "names the resolver"))
         resolver = RESOLVERS[tiles]

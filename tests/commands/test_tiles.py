@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 
 import jax
 import pytest
@@ -99,7 +100,7 @@ def _rewrite(path, **fields):
         (lambda path: path.write_bytes(b""), "it is no JSON"),
         (lambda path: path.write_bytes(b"\x80\xff\x00"), "it is no JSON"),
         (lambda path: _rewrite(path, schema=7), "schema 7, expected 1"),
-        (lambda path: _rewrite(path, seconds=math.nan), "`seconds` is nan"),
+        (lambda path: _rewrite(path, seconds=math.nan), "it is no JSON (the number nan)"),
         (lambda path: _rewrite(path, key={}), "parts of the key that are missing"),
         (lambda path: _rewrite(path, tile=[64, 100, 128]), "block_k=100 is neither a multiple"),
         (lambda path: path.rename(path.with_name("matmul-0.json")), "never looked for"),
@@ -225,6 +226,37 @@ def test_export_writes_all_or_nothing(tmp_path, monkeypatch):
     assert json.loads(table.read_text())["schema"] == 1
 
 
+@pytest.mark.parametrize("by_link", [False, True])
+def test_what_is_no_file_is_written_to_and_never_replaced(tmp_path, by_link):
+    """Such as /dev/null, or the pipe of `>(less)`."""
+    _put(_problem())
+    pipe, name, read = tmp_path / "pipe", tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    if by_link:
+        name = tmp_path / "link"
+        name.symlink_to(pipe)
+    reader = threading.Thread(target=lambda: read.append(pipe.read_text()), daemon=True)
+    reader.start()
+    result = _run("export", name)
+    reader.join(30)
+    assert (result.exit_code, result.stdout) == (0, f"1 tile written to {name}.\n")
+    assert pipe.is_fifo()
+    assert len(json.loads(read[0])["entries"]) == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"cache", "pipe", name.name}
+
+
+def test_standard_output_by_its_name_is_standard_output(tmp_path):
+    _put(_problem())
+    log = tmp_path / "log"
+    log.write_text("before\n")
+    with log.open("a") as stream:
+        command = [sys.executable, "-m", "pallas_ops", "tiles", "export", "/dev/stdout"]
+        subprocess.run(command, stdout=stream, check=True, timeout=120)
+    first, _, table = log.read_text().partition("\n")
+    assert first == "before"
+    assert len(json.loads(table)["entries"]) == 1
+
+
 def test_a_table_of_other_versions_is_stored_under_those_of_now(tmp_path):
     problem = _problem()
     other = {"jax": "0.9", "libtpu": None, "kernel": versions()["kernel"]}
@@ -235,7 +267,7 @@ def test_a_table_of_other_versions_is_stored_under_those_of_now(tmp_path):
     result = _run("import", table)
     assert (result.exit_code, result.stderr) == (0, "")
     assert "1 tile imported" in result.stdout
-    assert "1 of another version of the kernel" in result.stdout
+    assert "1 tile of another version of the kernel was left out." in result.stdout
     resolution = po.CachedResolver(quiet=True).resolve(problem)
     assert resolution.source == "store"
     assert "measured (imported; found with jax 0.9, " in resolution.reason
@@ -270,7 +302,7 @@ def _key(**fields):
         (lambda row: row.update(tile=[50, 100, 128]), "block_k=100 is neither a multiple of 128"),
         (lambda row: row.update(tile=[24, 128, 128]), "block_m=24 is neither a multiple of 16"),
         (lambda row: row.update(vmem_limit_bytes=2**30), "and a TPU v5e has at most 134217728"),
-        (lambda row: row.update(vmem_limit_bytes=1), "the blocks need 131072 bytes of VMEM"),
+        (lambda row: row.update(vmem_limit_bytes=1), "the blocks need 163840 bytes of VMEM"),
         (lambda row: row.update(seconds=-1.0), "`seconds` is -1.0"),
         (lambda row: row["key"].pop("k"), "missing or unknown: k"),
         (_key(extra=1), "missing or unknown: extra"),
@@ -360,6 +392,28 @@ def test_clear_asks(folder):
     assert "Nothing is stored in" in _run("clear").stdout
 
 
+def test_clear_removes_what_an_interrupted_write_left(folder):
+    folder.mkdir(parents=True)
+    (folder / ".new-abc.tmp").write_text("half")
+    result = _run("clear", input="y\n")
+    assert f"Remove 1 unfinished file from {folder}?" in result.stdout
+    assert "1 unfinished file removed." in result.stdout
+    assert _contents(folder) == {}
+
+
+def test_clear_leaves_a_folder_and_goes_on(folder):
+    _put(_problem())
+    (folder / "matmul-0.json").mkdir()
+    (folder / ".new-abc.tmp").write_text("half")
+    result = _run("clear", "--yes")
+    assert (result.exit_code, result.stdout) == (
+        0,
+        "1 stored tile and 1 unfinished file removed.\n",
+    )
+    assert [path.name for path in folder.iterdir()] == ["matmul-0.json"]
+    assert "Nothing is stored in" in _run("clear").stdout
+
+
 def test_clear_is_for_this_process_as_well():
     problem, resolver = _problem(), po.CachedResolver(quiet=True)
     _put(problem)
@@ -430,6 +484,9 @@ def test_why_of_each_resolver(monkeypatch):
     assert _why(*arguments, "--tiles", "cached")["source"] == "store"
     monkeypatch.setenv("PALLAS_OPS_TILES", "compiler")
     assert _why(*arguments)["source"] == "store"
+    monkeypatch.setenv("PALLAS_OPS_TILES", "fastest")
+    assert "PALLAS_OPS_TILES='fastest' names no tile resolver" in _error(_run("why", 64, 512, 256))
+    assert _why(*arguments, "--tiles", "cached")["source"] == "store"
 
 
 def test_why_measures_nothing(folder):
