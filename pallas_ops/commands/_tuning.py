@@ -1,5 +1,6 @@
 """Measuring the tiles of problems one after another, for `pallas-ops tune`."""
 
+import contextlib
 import dataclasses
 import importlib.util
 import inspect
@@ -7,7 +8,7 @@ import math
 import pathlib
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from ..compiler import CompilePool
@@ -200,13 +201,22 @@ class SourceError(Exception):
     """The function to tune for cannot be had; the message says why."""
 
 
+@contextlib.contextmanager
+def _arguments(argv: list[str]) -> Iterator[None]:
+    before, sys.argv = sys.argv, argv
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
 def load_function(source: str) -> Callable[[], Any]:
     """The function that `path.py:function` names.
 
     **Raises:**
 
-    `SourceError` where there is none, or it cannot be called without arguments. Errors of the file
-    itself are its own.
+    `SourceError` where there is none, it cannot be called without arguments, or the file ends the
+    program. Errors of the file itself are its own.
     """
     path_text, _, name = source.rpartition(":")
     expected = "expected path.py:function, such as train.py:step"
@@ -223,7 +233,15 @@ def load_function(source: str) -> Callable[[], Any]:
         raise SourceError(f"{path} is no Python file: {expected}.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module  # a dataclass looks its module up
-    spec.loader.exec_module(module)
+    try:
+        # As of a script that is started without arguments: those here are not meant for it.
+        with _arguments([str(path)]):
+            spec.loader.exec_module(module)
+    except SystemExit as error:
+        raise SourceError(
+            f"{path} ended with SystemExit({error.code!r}) when it was loaded. It is imported and "
+            f"not run as a script: put what a script does under `if __name__ == '__main__':`."
+        ) from None
     function = getattr(module, name, None)
     if not callable(function):
         functions = [
@@ -253,6 +271,18 @@ def collect_from(
     """Every problem in the program of `function()`, for one implementation.
 
     A call that names another implementation of the kernel is left out.
+
+    **Raises:**
+
+    `SourceError` where the function ends the program.
     """
-    problems = collect(function, device=device, implementation=implementation)
+    try:
+        problems = collect(function, device=device, implementation=implementation)
+    except SystemExit as error:
+        name = getattr(function, "__name__", repr(function))
+        file = getattr(sys.modules.get(getattr(function, "__module__", "")), "__file__", "its file")
+        raise SourceError(
+            f"{name!r} of {file} ended with SystemExit({error.code!r}) when it was traced. It must "
+            f"return: put what a script does under `if __name__ == '__main__':`."
+        ) from None
     return [problem for problem in problems if problem.implementation == implementation]

@@ -321,6 +321,43 @@ def test_functions_that_are_none(source, message, model, clock):
         assert 'raise KeyError("of the person\'s own")' in result.stderr
 
 
+EXITS = """
+import argparse, sys
+import jax.numpy as jnp
+import pallas_ops
+
+def product():
+    x = jnp.ones((8, 8))
+    return pallas_ops.matmul(x, x)
+
+def ends():
+    product()
+    sys.exit(0)
+
+parsed = argparse.ArgumentParser().parse_args()
+if "loading" in __file__:
+    sys.exit()
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("loading.py:product", "loading.py ended with SystemExit(None) when it was loaded."),
+        ("other.py:ends", "other.py ended with SystemExit(0) when it was traced."),
+    ],
+)
+def test_a_program_that_ends_is_an_error(name, message, clock, tmp_path, monkeypatch):
+    (tmp_path / name.partition(":")[0]).write_text(EXITS)
+    # The command's own arguments are none of the file's.
+    monkeypatch.setattr(sys, "argv", ["pallas-ops", "tune", "--from"])
+    before = list(sys.argv)
+    result = _run("--from", f"{tmp_path}/{name}", "--implementation", "interpret")
+    assert message in _error(result)
+    assert "if __name__ == '__main__':" in _error(result)
+    assert (clock.count, sys.argv) == (0, before)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
