@@ -1,19 +1,301 @@
-"""`pallas-ops bench`: measurements of this package, made where they are run."""
+"""`pallas-ops bench`: this package beside XLA, beside what others published, and what it costs."""
 
-from typing import TYPE_CHECKING
+import pathlib
+from typing import Any, TYPE_CHECKING
 
 import click
 
-from ._console import default_platform, make_console, print_json
+from ._console import (
+    counted,
+    default_platform,
+    make_console,
+    print_json,
+    readable,
+)
 
 
 if TYPE_CHECKING:
+    from ._benchmark import Row
     from ._overhead import Overhead
+    from ._published import Comparison
 
 
-@click.group("bench")
-def command() -> None:
-    """Measure what this package costs, here."""
+def _read_shapes(
+    ctx: click.Context, parameter: click.Parameter, values: tuple[str, ...]
+) -> list[tuple[int, int, int]]:
+    shapes = []
+    for value in values:
+        parts = value.split(",")
+        if len(parts) != 3 or not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+            raise click.BadParameter(
+                f"{value!r} is no shape: expected M,K,N of positive numbers, such as 2048,4096,512."
+            )
+        m, k, n = map(int, parts)
+        shapes.append((m, k, n))
+    return shapes
+
+
+def _plot_option(function: Any) -> Any:
+    return click.option(
+        "--plot",
+        metavar="FILE",
+        type=click.Path(dir_okay=False, writable=True),
+        help="Save a picture (needs pallas-ops[plots]).",
+    )(function)
+
+
+@click.group("bench", invoke_without_command=True)
+@click.option("--device", default="v5e", show_default=True, help="The TPU, where none is here.")
+@click.option(
+    "--shape",
+    "shapes",
+    metavar="M,K,N",
+    multiple=True,
+    callback=_read_shapes,
+    help="A shape; may be given several times. Without it, language models' and squares.",
+)
+@click.option(
+    "--rows",
+    type=click.IntRange(min=1),
+    multiple=True,
+    help="Of the language models' shapes only those with so many rows.  [default: 1 to 8192]",
+)
+@click.option(
+    "--dtype",
+    "dtypes",
+    type=click.Choice(["bfloat16", "float32"]),
+    multiple=True,
+    default=("bfloat16",),
+    show_default=True,
+)
+@click.option(
+    "--product",
+    "products",
+    type=click.Choice(["forward", "lhs_grad", "rhs_grad"]),
+    multiple=True,
+    help="Only this product of each shape; may be given several times.",
+)
+@click.option(
+    "--layout",
+    type=click.Choice(["NN", "NT", "TN", "TT"], case_sensitive=False),
+    default="NT",
+    show_default=True,
+    help="Of the forward product; NT is a linear layer.",
+)
+@click.option("--search", is_flag=True, help="Look for each tile by the compiler, stored or not.")
+@click.option("--json", "json_file", metavar="FILE", help="Write the rows as JSON (- to print).")
+@click.option("--csv", "csv_file", metavar="FILE", help="Write the rows as CSV.")
+@_plot_option
+@click.pass_context
+def command(
+    ctx: click.Context,
+    device: str,
+    shapes: list[tuple[int, int, int]],
+    rows: tuple[int, ...],
+    dtypes: tuple[str, ...],
+    products: tuple[str, ...],
+    layout: str,
+    search: bool,
+    json_file: str | None,
+    csv_file: str | None,
+    plot: str | None,
+) -> None:
+    """The matmul of this package beside XLA's, for the shapes of language models and for squares.
+
+    Three providers for each product and its gradients: tiles of 128, the tile that this package
+    chooses, and XLA. On a TPU they are measured. Elsewhere they are predicted: compiled by the TPU
+    compiler in libtpu, and read by the time model; XLA's is its own estimate.
+    """
+    if ctx.invoked_subcommand is not None:
+        return
+    if plot is not None:
+        from ._plots import check_plotting
+
+        check_plotting(plot)
+    platform = default_platform()
+    import json
+
+    from ._benchmark import measured_rows, predicted_rows, PRODUCT_NAMES, rows_csv
+    from ._products import device_name
+    from ._shapes import PROJECTIONS, ROWS, SQUARES
+    from ._tiles import _write_whole as write_whole
+
+    with readable():
+        name = device_name(None if platform == "tpu" else device, platform)
+    assert name is not None
+    if not shapes:
+        shapes = [(m, one.k, one.n) for one in PROJECTIONS for m in rows or ROWS]
+        shapes += [(size, size, size) for size in SQUARES if not rows]
+    wanted = [key for key, called in PRODUCT_NAMES.items() if called in products or not products]
+    given: dict[str, Any] = {
+        "device": name,
+        "dtypes": dtypes,
+        "products": wanted,
+        "layout": layout.upper(),
+    }
+    if platform == "tpu":
+        groups = measured_rows(shapes, **given)
+    else:
+        groups = predicted_rows(shapes, search=search, **given)
+    found: list[Row] = []
+    with readable():
+        for group in _advancing(groups, len(shapes) * len(wanted) * len(dtypes)):
+            found += group
+    if json_file is not None:
+        text = json.dumps([row.as_json() for row in found], indent=1, allow_nan=False) + "\n"
+        if json_file == "-":
+            click.echo(text, nl=False)
+        else:
+            write_whole(pathlib.Path(json_file), text)
+    if csv_file is not None:
+        write_whole(pathlib.Path(csv_file), rows_csv(found))
+    if plot is not None:
+        from ._plots import plot_rows
+
+        plot_rows(found, name, plot)
+    if json_file != "-":
+        _print_rows(found, name)
+
+
+def _advancing(groups: Any, total: int) -> Any:
+    """The groups, with a progress bar on standard error where that is a terminal."""
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console(stderr=True)
+    return track(
+        groups, "Products", total, console=console, transient=True, disable=not console.is_terminal
+    )
+
+
+def _print_rows(rows: "list[Row]", device: str) -> None:
+    from rich import box
+    from rich.table import Table
+
+    from .._hardware import find_generation
+    from ._benchmark import PROVIDERS
+    from ._predicting import libtpu_name
+
+    console = make_console()
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("TFLOP/s of m x k x n")
+    table.add_column("dtype")
+    table.add_column("product")
+    for name in (*PROVIDERS, "roofline", "tuned against XLA", "of the roofline"):
+        table.add_column(name, justify="right")
+    table.add_column("tuned tile")
+    groups: dict[tuple, dict[str, Row]] = {}
+    for row in rows:
+        key = (row.m, row.k, row.n, row.dtype, row.product)
+        groups.setdefault(key, {})[row.provider] = row
+    for (m, k, n, dtype, product), by_provider in groups.items():
+        tuned, xla = by_provider["tuned"], by_provider["xla"]
+        cells = []
+        for name in PROVIDERS:
+            tflops = by_provider[name].tflops
+            cells.append("" if tflops is None else f"{tflops:.1f}")
+        cells.append(f"{tuned.flops / tuned.roofline_seconds / 1e12:.1f}")
+        for other in (xla.seconds, tuned.roofline_seconds):
+            if tuned.seconds is None or other is None:
+                cells.append("")
+            else:
+                cells.append(f"{other / tuned.seconds:.3f}")
+        tile = "x".join(map(str, tuned.tile)) if tuned.tile else ""
+        table.add_row(f"{m} x {k} x {n}", dtype, product, *cells, tile)
+    console.print(table)
+    failed = [row for row in rows if row.seconds is None]
+    for row in failed:
+        console.print(f"No time of {row.provider} for {row.m} x {row.k} x {row.n}: {row.note}")
+    if all(row.kind == "measured" for row in rows):
+        console.print(f"Measured here, on a {device}, without dispatch.")
+        return
+    generation = find_generation(device)
+    if generation is not None and not generation.is_calibrated:
+        console.print(f"UNCALIBRATED: no timings of a {device} were compared with the model.")
+    console.print(
+        f"Predicted for a {device}, not measured: schedules of {libtpu_name()}, read by a model. "
+        f"XLA's is its own estimate, or the time of its transfers if that is longer."
+    )
+
+
+@command.command("published")
+@click.option("--fit", is_flag=True, help="Try other DMA latencies too: it is the fitted constant.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@_plot_option
+def published(fit: bool, as_json: bool, plot: str | None) -> None:
+    """What others measured on a v5e, beside what is predicted for the same tiles.
+
+    Their times are wall clock, so that one constant of dispatch is fitted for each source.
+    """
+    if plot is not None:
+        from ._plots import check_plotting
+
+        check_plotting(plot)
+    from ._published import compare
+
+    try:
+        found = compare(fit_constants=fit)
+    except RuntimeError as error:
+        raise click.ClickException(str(error)) from error
+    if plot is not None:
+        from ._plots import plot_published
+
+        plot_published(found, plot)
+    if as_json:
+        print_json(found.as_json())
+    else:
+        _print_published(found)
+
+
+def _print_published(found: "Comparison") -> None:
+    from rich import box
+    from rich.table import Table
+
+    from ._predicting import libtpu_name
+
+    console = make_console()
+    ours = found.fits[0]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("m=k=n", "layout", "what"):
+        table.add_column(name)
+    for name in ("predicted", "with dispatch", "published", "error"):
+        table.add_column(name, justify="right")
+    source = ""
+    for index, row in enumerate(found.rows):
+        if row.source != source:
+            source = row.source
+            dispatch = ours.dispatch[source] * 1e6
+            table.add_row()
+            table.add_row("", "", f"{source}; dispatch fitted: {dispatch:.0f} us")
+        what = "XLA's own estimate" if row.blocks is None else "x".join(map(str, row.blocks))
+        seconds = ours.predicted[index]
+        table.add_row(
+            str(row.problem.m),
+            row.problem.layout,
+            what,
+            f"{seconds * 1e6:.1f} us",
+            f"{(seconds + ours.dispatch[source]) * 1e6:.1f} us",
+            f"{row.wall_seconds * 1e6:.1f} us",
+            f"{ours.errors[index]:+.1%}",
+        )
+    console.print(table)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("model")
+    for name in ("mean error", "Spearman over tiles", "its best tile is slower by"):
+        table.add_column(name, justify="right")
+    for one in found.fits:
+        rank = "none" if one.spearman is None else f"{one.spearman:.3f}"
+        table.add_row(one.name, f"{one.mean_error:.1%}", rank, f"{one.best_regret:.1%}")
+    table.add_row("the biggest tile", "", "", f"{found.biggest_regret:.1%}")
+    console.print(table)
+    if found.latencies:
+        console.print("DMA latency, and the mean error with it:")
+        for latency, error in found.latencies:
+            console.print(f"  {latency * 1e6:.2f} us  {error:.1%}")
+    console.print(
+        f"{counted(len(found.rows), 'published timing')} on a v5e. Predicted, not measured: "
+        f"schedules of {libtpu_name()}, read by a model."
+    )
 
 
 @command.command("overhead")
@@ -27,7 +309,8 @@ def overhead(as_json: bool) -> None:
     default_platform()
     from ._overhead import measure
 
-    found = measure()
+    with readable():  # such as an environment that names no resolver
+        found = measure()
     if as_json:
         print_json(found.as_json())
     else:

@@ -13,7 +13,7 @@ from ._shapes import PROJECTIONS, ROWS, SQUARES
 from ._tuning import one_for_each_entry
 
 
-CANDIDATES = 12
+CANDIDATES = 8
 BUDGET_SECONDS = 120.0
 
 

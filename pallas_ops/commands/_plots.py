@@ -2,13 +2,18 @@
 
 import importlib.util
 import pathlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import click
 
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from ._benchmark import Row
     from ._predicting import Report
+    from ._published import Comparison
 
 
 def check_plotting(file: str) -> None:
@@ -38,7 +43,7 @@ def plot_report(found: "Report", file: str) -> None:
     import matplotlib.pyplot as plt
     import numpy as np
 
-    from ..compiler import chip
+    from ..compiler import chip, peak_operations_per_second
 
     problem = found.problem
     assert problem.device is not None
@@ -50,8 +55,6 @@ def plot_report(found: "Report", file: str) -> None:
 
     least = problem.matmul.flops / problem.matmul.bytes_accessed
     peak = problem.matmul.flops / found.roofline_seconds / 1e12
-    from ..compiler._judge import peak_operations_per_second
-
     top = peak_operations_per_second(problem.matmul, on) / 1e12
     intensities = np.geomspace(max(least / 100, 0.1), least * 4, 200)
     roofline = np.minimum(top, intensities * on.bytes_per_second / 1e12)
@@ -84,8 +87,87 @@ def plot_report(found: "Report", file: str) -> None:
             tiles.text(j, i, f"{value:.0f}", ha="center", va="center", color="white")
     if rows:
         figure.colorbar(image, ax=tiles)
+    _save(figure, file)
+
+
+def _save(figure: "Figure", file: str) -> None:
+    import matplotlib.pyplot as plt
+
     try:
         figure.savefig(file)
     except OSError as error:
         raise click.ClickException(f"{file} cannot be written: {error.strerror}.") from None
     plt.close(figure)
+
+
+def plot_rows(rows: "Sequence[Row]", device: str, file: str) -> None:
+    """TFLOP/s of each provider: a panel for each product, a group of bars for each shape."""
+    import matplotlib.pyplot as plt
+    import numpy as np
+
+    from ._benchmark import PROVIDERS
+
+    products = list(dict.fromkeys((row.product, row.dtype) for row in rows))
+    shapes = list(dict.fromkeys((row.m, row.k, row.n) for row in rows))
+    width = max(8.0, 0.35 * len(shapes))
+    figure, panels = plt.subplots(
+        len(products), 1, figsize=(width, 3.5 * len(products)), squeeze=False, layout="constrained"
+    )
+    kinds = " and ".join(sorted({row.kind for row in rows}))
+    figure.suptitle(f"{device}, {kinds}")
+    for panel, (product, dtype) in zip(panels[:, 0], products, strict=True):
+        for offset, provider in enumerate((*PROVIDERS, "roofline")):
+            own = {
+                (row.m, row.k, row.n): row
+                for row in rows
+                if (row.product, row.dtype) == (product, dtype)
+                and row.provider == ("tuned" if provider == "roofline" else provider)
+            }
+            places = np.arange(len(shapes))
+            if provider == "roofline":
+                heights = [own[s].flops / own[s].roofline_seconds / 1e12 for s in shapes]
+                panel.plot(places, heights, "k_", markersize=12, label=provider)
+            else:
+                tflops = [own[shape].tflops or 0.0 for shape in shapes]
+                panel.bar(places + (offset - 1) * 0.27, tflops, 0.25, label=provider)
+        panel.set(title=f"{product}, {dtype}", ylabel="TFLOP/s")
+        names = ["x".join(map(str, shape)) for shape in shapes]
+        panel.set_xticks(range(len(shapes)), names, rotation=90, fontsize=7)
+        panel.legend()
+    _save(figure, file)
+
+
+def plot_published(found: "Comparison", file: str) -> None:
+    """The tutorial's figure again: its measurements, the prediction, and what dispatch takes."""
+    import matplotlib.pyplot as plt
+
+    ours = found.fits[0]
+    tutorial = "bielik-on-tpu, episode 2"
+    figure, (times, rates) = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
+    for blocks, name, color in (((128, 128, 128), "tiles of 128", "C0"), (None, "XLA", "C1")):
+        own = [
+            (row.problem.m, row.wall_seconds, ours.predicted[index], row.problem.flops)
+            for index, row in enumerate(found.rows)
+            if row.source == tutorial and row.blocks == blocks
+        ]
+        sizes = [size for size, *_ in own]
+        dispatch = ours.dispatch[tutorial]
+        series = (
+            ("published, wall clock", [wall for _, wall, _, _ in own], "o-"),
+            ("predicted + dispatch", [p + dispatch for _, _, p, _ in own], "x--"),
+            ("predicted, the product alone", [p for _, _, p, _ in own], ":"),
+        )
+        for label, seconds, style in series:
+            flops = [count for *_, count in own]
+            times.loglog(sizes, [s * 1e3 for s in seconds], style, color=color)
+            tflops = [count / s / 1e12 for count, s in zip(flops, seconds, strict=True)]
+            rates.plot(sizes, tflops, style, color=color, label=f"{name}: {label}")
+    times.axhline(ours.dispatch[tutorial] * 1e3, color="grey", linewidth=1)
+    times.text(512, ours.dispatch[tutorial] * 1e3, "dispatch, fitted", va="bottom")
+    times.set(xlabel="m = k = n", ylabel="ms of one call")
+    rates.axhline(197, color="black", linewidth=1)
+    rates.set(xlabel="m = k = n", ylabel="TFLOP/s")
+    rates.set_xscale("log", base=2)
+    rates.legend(fontsize=7)
+    figure.suptitle(f"{tutorial}, on a v5e; predicted beside what it measured")
+    _save(figure, file)

@@ -4,6 +4,7 @@ from ._judge import (
     judge as judge,
     Judgement as Judgement,
     lower_bound_seconds as lower_bound_seconds,
+    peak_operations_per_second as peak_operations_per_second,
     roofline_seconds as roofline_seconds,
     xla_seconds as xla_seconds,
 )

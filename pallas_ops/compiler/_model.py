@@ -174,6 +174,11 @@ class _Pipeline:
         if stored_before is not None:
             self.now = max(self.now, stored_before)
 
+    def backlog(self) -> tuple[float, ...]:
+        """What is under way, from now on: all that the following steps depend on."""
+        ends = (self.transfers_end, self.blocks_arrive, self.store_ends or 0.0)
+        return tuple(max(0.0, end - self.now) for end in ends)
+
     def repeat(self, before: "_Pipeline", times: int) -> None:
         """Goes on as since `before`, so many times more."""
         duration = self.now - before.now
@@ -185,6 +190,11 @@ class _Pipeline:
         self.computed += times * (self.computed - before.computed)
         self.mxu += times * (self.mxu - before.mxu)
         self.moved += times * (self.moved - before.moved)
+
+
+def _same(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
+    """Whether two times are the same, to a thousandth of a cycle."""
+    return all(abs(left - right) < 1e-3 for left, right in zip(one, other, strict=True))
 
 
 def predict(
@@ -216,21 +226,19 @@ def predict(
             pipeline.run(step)
 
     def run_alike(run, count: int) -> None:
-        """Runs `count` units, of which all but the last are alike, until two took as long."""
-        done, last_duration = 0, math.inf
+        """Runs `count` units, of which all but the first and the last are alike, until one
+        leaves behind what it found."""
+        done = 0
         while done < count:
             before = dataclasses.replace(pipeline)
             run(done)
             done += 1
-            duration = pipeline.now - before.now
-            # The last one may be ragged, and the one before it fetches for that.
+            # The first one begins with nothing under way; the last one may be ragged, and the one
+            # before it fetches for that.
             left = count - done - 2
-            if left > 0 and math.isclose(duration, last_duration, rel_tol=1e-9):
+            if done > 1 and left > 0 and _same(before.backlog(), pipeline.backlog()):
                 pipeline.repeat(before, left)
                 done += left
-                last_duration = math.inf
-            else:
-                last_duration = duration
 
     def run_batch(batch: int) -> None:
         run_alike(lambda m: run_row(batch, m), grid.m_steps)

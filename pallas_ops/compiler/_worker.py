@@ -15,6 +15,7 @@ import sys
 
 import jax
 from jax.experimental.layout import Format, Layout
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import SingleDeviceSharding
 
 from ..kernels import kernel_name, pallas_matmul, xla_matmul
@@ -56,7 +57,11 @@ def answer(job: CompileJob, folder: pathlib.Path) -> Verdict:
         kernel = pallas_matmul(problem, *job.blocks, vmem_limit_bytes=job.vmem_limit_bytes)
 
         def product(lhs, rhs):
-            return kernel(lhs, rhs)
+            # Small operands, which a longer program would not keep there, XLA would put into VMEM.
+            return kernel(
+                pltpu.with_memory_space_constraint(lhs, pltpu.HBM),
+                pltpu.with_memory_space_constraint(rhs, pltpu.HBM),
+            )
 
     operands = ((problem.lhs_shape, problem.lhs_dtype), (problem.rhs_shape, problem.rhs_dtype))
     try:

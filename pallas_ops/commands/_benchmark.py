@@ -1,0 +1,322 @@
+"""The matmul of this package beside XLA's, for `pallas-ops bench`: predicted, or measured."""
+
+import csv
+import dataclasses
+import functools
+import io
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..compiler import (
+    chip,
+    CompileJob,
+    CompilePool,
+    judge,
+    roofline_seconds,
+    Verdict,
+    xla_seconds,
+)
+from ..kernels import xla_matmul
+from ..tiles import CachedResolver, candidates, TileConfig, TileProblem, vmem_limit_bytes
+from ..tiles._ranking import compile_job, rank
+from ..tiles._timing import lower_chain, lower_products, random_operands, time_per_call
+from ._products import make_problem, PRODUCTS
+
+
+PRODUCT_NAMES = dict(zip(PRODUCTS, ("forward", "lhs_grad", "rhs_grad"), strict=True))
+"""What a row calls each product."""
+
+PROVIDERS = ("tile128", "tuned", "xla")
+"""Tiles of 128, as a first kernel has them; the tile that this package chooses; XLA's own dot."""
+
+_BUDGET_SECONDS = 120.0
+_CANDIDATES = 12
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One product by one provider.
+
+    **Arguments:**
+
+    - `m`, `k`, `n`: the sizes of the forward product.
+    - `dtype`: of operands and result.
+    - `product`: `"forward"`, or which gradient of it.
+    - `provider`: out of `PROVIDERS`.
+    - `tile`: the blocks of m, k and n of the product itself; `None` for XLA.
+    - `seconds`: of one product, without dispatch; `None` where there is none to be had.
+    - `flops`: of the product.
+    - `kind`: `"predicted"` or `"measured"`.
+    - `roofline_seconds`: the least that the chip could take.
+    - `static_mxu_use`: the part of a step in which the busiest MXU works, where that was compiled.
+    - `note`: why there is no time, or what it leaves out.
+    """
+
+    m: int
+    k: int
+    n: int
+    dtype: str
+    product: str
+    provider: str
+    tile: tuple[int, int, int] | None
+    seconds: float | None
+    flops: int
+    kind: str
+    roofline_seconds: float
+    static_mxu_use: float | None = None
+    note: str = ""
+
+    @property
+    def tflops(self) -> float | None:
+        return None if self.seconds is None else self.flops / self.seconds / 1e12
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "m": self.m,
+            "k": self.k,
+            "n": self.n,
+            "dtype": self.dtype,
+            "product": self.product,
+            "provider": self.provider,
+            "tile": None if self.tile is None else list(self.tile),
+            "time_us": None if self.seconds is None else self.seconds * 1e6,
+            "tflops": self.tflops,
+            "kind": self.kind,
+            "roofline_us": self.roofline_seconds * 1e6,
+            "static_mxu_use": self.static_mxu_use,
+            "note": self.note,
+        }
+
+
+def rows_csv(rows: Sequence[Row]) -> str:
+    """The rows as CSV; a tile is three numbers with x between them."""
+    text = io.StringIO()
+    names = list(rows[0].as_json()) if rows else []
+    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        tile = "" if row.tile is None else "x".join(map(str, row.tile))
+        writer.writerow(row.as_json() | {"tile": tile})
+    return text.getvalue()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Case:
+    """One product of one shape."""
+
+    shape: tuple[int, int, int]
+    dtype: str
+    product: str
+    problem: TileProblem
+
+    def row(self, provider: str, kind: str, **fields: Any) -> Row:
+        m, k, n = self.shape
+        assert self.problem.device is not None
+        least = roofline_seconds(self.problem.matmul, chip(self.problem.device))
+        return Row(
+            m=m,
+            k=k,
+            n=n,
+            dtype=self.dtype,
+            product=PRODUCT_NAMES[self.product],
+            provider=provider,
+            flops=self.problem.matmul.flops,
+            kind=kind,
+            roofline_seconds=least,
+            **fields,
+        )
+
+
+def _cases(
+    shapes: Sequence[tuple[int, int, int]],
+    dtypes: Sequence[str],
+    products: Sequence[str],
+    layout: str,
+    device: str,
+) -> list[_Case]:
+    return [
+        _Case(
+            shape,
+            dtype,
+            product,
+            make_problem(
+                product,
+                *shape,
+                dtype=dtype,
+                out_dtype=None,
+                layout=layout,
+                precision="default",
+                device=device,
+                implementation="mosaic",
+            ),
+        )
+        for shape in shapes
+        for dtype in dtypes
+        for product in products
+    ]
+
+
+def tile_128(problem: TileProblem) -> TileConfig:
+    """Blocks of 128 along every axis, or the whole axis where that is shorter."""
+    return TileConfig(128, 128, 128).clipped_to(problem.matmul)
+
+
+class _NotStored:
+    """A fallback that says so."""
+
+    def resolve(self, problem: TileProblem) -> Any:
+        raise LookupError(problem.describe())
+
+
+def known_tile(problem: TileProblem) -> tuple[TileConfig, int | None] | None:
+    """A tile of the store or of a table, with its VMEM limit; `None` where there is none."""
+    try:
+        found = CachedResolver(fallback=_NotStored(), quiet=True).look_up(problem)
+    except LookupError:
+        return None
+    tile = found.tile.clipped_to(problem.matmul)
+    return tile, found.vmem_limit_bytes or vmem_limit_bytes(problem, tile)
+
+
+def predicted_rows(
+    shapes: Sequence[tuple[int, int, int]],
+    *,
+    device: str,
+    dtypes: Sequence[str] = ("bfloat16",),
+    products: Sequence[str] = PRODUCTS,
+    layout: str = "NT",
+    search: bool = False,
+) -> Iterator[list[Row]]:
+    """The rows of each product, as the TPU compiler and the time model have them.
+
+    **Arguments:**
+
+    - `shapes`: m, k and n of the forward product.
+    - `device`: the TPU.
+    - `products`: out of `PRODUCTS`.
+    - `layout`: of the forward product.
+    - `search`: whether to look for a tile by the compiler although one is stored.
+    """
+    with CompilePool() as pool:
+        for case in _cases(shapes, dtypes, products, layout, device):
+            yield _predicted(case, pool, search)
+
+
+def _predicted(case: _Case, pool: CompilePool, search: bool) -> list[Row]:
+    problem = case.problem
+    assert problem.device is not None
+    known = None if search else known_tile(problem)
+    if known is None:
+        tiles = candidates(problem, most=_CANDIDATES)
+        ranking = rank(problem, tiles, pool, budget_seconds=_BUDGET_SECONDS)
+        tuned = ranking.judgements[0][1].job if ranking.judgements else None
+    else:
+        tuned = CompileJob(problem.matmul, problem.device, known[0].blocks, known[1])
+    jobs = {"tile128": compile_job(problem, tile_128(problem)), "tuned": tuned}
+    asked = [job for job in jobs.values() if job is not None]
+    judged = dict(zip(asked, judge(asked, pool), strict=True))
+    rows = []
+    for provider, job in jobs.items():
+        judgement = None if job is None else judged[job]
+        if job is None or judgement is None or judgement.prediction is None:
+            reason = "no tile compiles" if judgement is None else judgement.error or ""
+            tile = None if job is None else job.blocks
+            rows.append(case.row(provider, "predicted", tile=tile, seconds=None, note=reason))
+            continue
+        assert judgement.verdict.schedule is not None
+        rows.append(
+            case.row(
+                provider,
+                "predicted",
+                tile=job.blocks,
+                seconds=judgement.prediction.seconds,
+                static_mxu_use=judgement.verdict.schedule.middle.mxu_use,
+            )
+        )
+    (verdict,) = pool.ask([CompileJob(problem.matmul, problem.device)])
+    return [*rows, _xla_row(case, verdict)]
+
+
+def _xla_row(case: _Case, verdict: Verdict | None) -> Row:
+    """XLA's own estimate, or what its transfers take if that is longer.
+
+    XLA's estimate is of the multiplication alone: what it copied to VMEM beforehand is not in it.
+    """
+    device = case.problem.device
+    assert device is not None
+    on = chip(device)
+    estimate = None if verdict is None else xla_seconds(verdict, on)
+    if estimate is None:
+        note = (
+            "XLA's program carries no cycles"
+            if verdict is None or verdict.compiles
+            else (verdict.error or "")
+        )
+        return case.row("xla", "predicted", tile=None, seconds=None, note=note)
+    transfers = case.problem.matmul.bytes_accessed / on.bytes_per_second
+    note = "XLA's own estimate" if estimate >= transfers else "its transfers, at full bandwidth"
+    seconds = max(estimate, transfers)
+    return case.row("xla", "predicted", tile=None, seconds=seconds, note=note)
+
+
+def measured_rows(
+    shapes: Sequence[tuple[int, int, int]],
+    *,
+    device: str,
+    dtypes: Sequence[str] = ("bfloat16",),
+    products: Sequence[str] = PRODUCTS,
+    layout: str = "NT",
+    implementation: str = "mosaic",
+    timer: Callable[[Callable[[int], None]], float] | None = None,
+) -> Iterator[list[Row]]:
+    """The rows of each product, timed here: the kernel or the dot alone, without dispatch.
+
+    **Arguments:**
+
+    - `shapes`, `device`, `dtypes`, `products`, `layout`: as in `predicted_rows`.
+    - `implementation`: what runs the kernel.
+    - `timer`: measures in place of `time_per_call`.
+    """
+    for case in _cases(shapes, dtypes, products, layout, device):
+        problem = dataclasses.replace(case.problem, implementation=implementation)
+        operands = random_operands(problem.matmul)
+        known = known_tile(case.problem)
+        tuned = candidates(problem, most=1)[0] if known is None else known[0]
+        rows = []
+        for provider, tile in (("tile128", tile_128(problem)), ("tuned", tuned), ("xla", None)):
+            lower = functools.partial(_lower, problem, tile, operands)
+            seconds, note = _time(lower, operands, timer)
+            blocks = None if tile is None else tile.blocks
+            rows.append(case.row(provider, "measured", tile=blocks, seconds=seconds, note=note))
+        yield rows
+
+
+def _lower(
+    problem: TileProblem, tile: TileConfig | None, operands: tuple[jax.Array, jax.Array]
+) -> jax.stages.Lowered:
+    matmul = problem.matmul
+    if tile is None:
+        return lower_products(functools.partial(xla_matmul, matmul), matmul, operands)
+    limit = vmem_limit_bytes(problem, tile)
+    return lower_chain(matmul, tile, problem.implementation, limit, operands)
+
+
+def _time(
+    lower: Callable[[], jax.stages.Lowered],
+    operands: tuple[jax.Array, jax.Array],
+    timer: Callable[[Callable[[int], None]], float] | None,
+) -> tuple[float | None, str]:
+    try:
+        compiled = lower().compile()
+
+        def run(count: int) -> None:
+            jax.block_until_ready(compiled(jnp.int32(count), *operands))
+
+        if timer is not None:
+            return timer(run), ""
+        return time_per_call(run).seconds, ""
+    except Exception as error:  # such as a tile that the compiler refuses: the others go on
+        return None, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
