@@ -196,11 +196,13 @@ def export(file: str, device: str | None) -> None:
 def _write_whole(path: pathlib.Path, text: str) -> None:
     """Writes a file beside, and renames it: what was there stays until all of the new is.
 
-    What is no file, such as a pipe or `/dev/null`, is written to and stays what it is.
+    What is no file, such as a pipe or `/dev/null`, is written to and stays what it is; so is a file
+    that somebody has opened, by the name of its descriptor.
     """
     name = None
     try:
-        if path.exists() and not path.is_file():
+        is_descriptor = str(path.absolute()).startswith(("/dev/fd/", "/dev/std", "/proc/"))
+        if path.exists() and (is_descriptor or not path.is_file()):
             with path.open("a", encoding="utf-8") as stream:
                 stream.write(text)
             return

@@ -106,6 +106,8 @@ class Entry:
         for name, kind in wanted.items():
             if not isinstance(fields[name], kind) or isinstance(fields[name], bool):
                 raise InvalidEntryError(f"`{name}` is {fields[name]!r}")
+        if not all(isinstance(why, str) for why in fields["failures"].values()):
+            raise InvalidEntryError(f"`failures` is {fields['failures']!r}")
         seconds = fields["seconds"]
         if seconds is not None and not 0 < seconds < 1e9:  # NaN, which JSON has not, among them
             raise InvalidEntryError(f"`seconds` is {seconds!r}")

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import pathlib
 import subprocess
 import sys
 import threading
@@ -13,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 import pallas_ops as po
-from pallas_ops.commands import main
+from pallas_ops.commands import _tiles, main
 from pallas_ops.commands._entries import check_entry
 from pallas_ops.commands._products import make_problem
 from pallas_ops.kernels import run_kernel
@@ -245,16 +246,24 @@ def test_what_is_no_file_is_written_to_and_never_replaced(tmp_path, by_link):
     assert {path.name for path in tmp_path.iterdir()} == {"cache", "pipe", name.name}
 
 
-def test_standard_output_by_its_name_is_standard_output(tmp_path):
+def test_standard_output_by_its_name_is_standard_output(monkeypatch):
+    def never(path, text):
+        raise AssertionError(f"{path} written")
+
     _put(_problem())
+    monkeypatch.setattr(_tiles, "_write_whole", never)
+    result = _run("export", "/dev/stdout")
+    assert len(json.loads(result.stdout)["entries"]) == 1
+
+
+def test_a_file_that_is_open_already_is_added_to(tmp_path):
+    """As of `/dev/fd/3` after `3>> log`: who opened it writes on where they were."""
     log = tmp_path / "log"
     log.write_text("before\n")
     with log.open("a") as stream:
-        command = [sys.executable, "-m", "pallas_ops", "tiles", "export", "/dev/stdout"]
-        subprocess.run(command, stdout=stream, check=True, timeout=120)
-    first, _, table = log.read_text().partition("\n")
-    assert first == "before"
-    assert len(json.loads(table)["entries"]) == 1
+        _tiles._write_whole(pathlib.Path(f"/proc/self/fd/{stream.fileno()}"), "a table\n")
+        stream.write("after\n")
+    assert log.read_text() == "before\na table\nafter\n"
 
 
 def test_a_table_of_other_versions_is_stored_under_those_of_now(tmp_path):

@@ -233,6 +233,7 @@ BAD = {
     "an enormous limit": _with(vmem_limit_bytes=1 << 40),
     "seconds in words": _with(seconds="fast"),
     "failures in a list": _with(failures=[]),
+    "failures in numbers": _with(failures={"8x8x8": 1}),
     "a source of none": _with(source=None),
     "another problem": json.dumps(entry_of(tile_problem(8, 512, 8)).as_json()).encode(),
     "another version": _with(versions={**versions(), "jax": "0.0.1"}),
