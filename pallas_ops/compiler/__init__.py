@@ -9,7 +9,7 @@ from ._judge import (
     xla_seconds as xla_seconds,
 )
 from ._model import predict as predict, Prediction as Prediction
-from ._pool import CompilePool as CompilePool
+from ._pool import CompilePool as CompilePool, kept_pool as kept_pool
 from ._topology import (
     compile_for_tpu as compile_for_tpu,
     compile_only_device as compile_only_device,

@@ -1,8 +1,10 @@
 """Compile workers: processes that each ask the TPU compiler, and what may happen to them."""
 
+import atexit
 import collections
 import concurrent.futures
 import contextlib
+import functools
 import os
 import pathlib
 import pickle
@@ -24,6 +26,7 @@ COMPILE_SECONDS = 120.0
 """How long one program may take: the slowest tile that `candidates` offers took 25 s."""
 
 _ATTEMPTS = 2
+_REST_SECONDS = 15.0
 
 
 class _Lost(Exception):
@@ -105,19 +108,35 @@ class CompilePool:
 
     - `workers`: how many at most; `None` is one for each CPU, up to four.
     - `compile_seconds`: the time limit of one program.
+    - `rest_seconds`: how long workers wait for more after a `with` block has ended.
     """
 
-    def __init__(self, workers: int | None = None, *, compile_seconds: float = COMPILE_SECONDS):
+    def __init__(
+        self,
+        workers: int | None = None,
+        *,
+        compile_seconds: float = COMPILE_SECONDS,
+        rest_seconds: float = 0.0,
+    ):
+        self.rest_seconds = rest_seconds
+        self._rest: threading.Timer | None = None
         self.workers = min(4, os.cpu_count() or 1) if workers is None else workers
         self.compile_seconds = compile_seconds
         self._idle: list[_Worker] = []
         self._lock = threading.Lock()
 
     def __enter__(self) -> "CompilePool":
+        if self._rest is not None:
+            self._rest.cancel()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        if not self.rest_seconds:
+            self.close()
+            return
+        self._rest = threading.Timer(self.rest_seconds, self.close)
+        self._rest.daemon = True
+        self._rest.start()
 
     def close(self) -> None:
         """Ends the workers that wait for work."""
@@ -217,3 +236,14 @@ class CompilePool:
             if self._idle:
                 return self._idle.pop()
         return _Worker()
+
+
+@functools.cache
+def kept_pool(workers: int | None = None) -> CompilePool:
+    """A pool for one problem after another: what starts a worker takes seconds.
+
+    Its workers end when they have had nothing to do for a while, and with this process.
+    """
+    pool = CompilePool(workers, rest_seconds=_REST_SECONDS)
+    atexit.register(pool.close)
+    return pool

@@ -9,8 +9,9 @@ from typing import Any
 import jax
 
 from .._hardware import find_generation
-from ..compiler import CompilePool
+from ..compiler import kept_pool
 from ._agree import agreed
+from ._budget import check_budget
 from ._cached import AGREE_SECONDS, CachedResolver, DEFAULT_FALLBACK, stored_tile
 from ._candidates import candidates
 from ._config import TileConfig
@@ -67,21 +68,10 @@ class AutotuneResolver:
     timer: Timer | None = None
 
     def __post_init__(self):
-        seconds, most = self.budget_seconds, self.most_candidates
-        if isinstance(seconds, bool) or not isinstance(seconds, int | float):
-            raise TypeError(
-                f"AutotuneResolver: `budget_seconds` must be a number, got {seconds!r}."
-            )
-        if isinstance(most, bool) or not isinstance(most, int):
-            raise TypeError(f"AutotuneResolver: `most_candidates` must be an int, got {most!r}.")
+        check_budget("AutotuneResolver", self.budget_seconds, self.most_candidates)
         if self.timer is not None and not callable(self.timer):
             raise TypeError(f"AutotuneResolver: `timer` must be a function, got {self.timer!r}.")
         check_fallback("AutotuneResolver", self.fallback)
-        if not (self.budget_seconds > 0 and self.most_candidates > 0):
-            raise ValueError(
-                f"AutotuneResolver: `budget_seconds` and `most_candidates` must be positive, got "
-                f"{self.budget_seconds!r} and {self.most_candidates!r}."
-            )
 
     def resolve(self, problem: TileProblem) -> Resolution:
         """As in [`pallas_ops.TileResolver`][]."""
@@ -168,7 +158,7 @@ class AutotuneResolver:
         tiles = candidates(problem, most=self.most_candidates)
         if problem.implementation != "mosaic" or find_generation(problem.device) is None:
             return tiles
-        with CompilePool() as pool:
+        with kept_pool() as pool:
             ranking = rank(problem, tiles[:_COMPILED], pool, budget_seconds=self.budget_seconds / 2)
         if not ranking.judgements:  # no compiler to ask: in the order of the estimate
             return tiles

@@ -15,8 +15,8 @@ from ._vmem import COMPILER_MARGIN_BYTES, estimate_vmem_bytes, scoped_vmem_limit
 _TARGETS = (128, 256, 512, 1024, 2048, 4096)
 
 # Beyond this many multiplications in one step nothing is gained, and the compiler takes its time:
-# 10 s for 1024 x 4096 x 512, 17 s for 2048 x 1024 x 2048, which is predicted to be slower, and 175 s
-# to refuse 4096 x 4096 x 4096 (libtpu 0.0.50, v5e, two cores).
+# 10 s for 1024 x 4096 x 512, 17 s for 2048 x 1024 x 2048, which is predicted to be slower, and
+# 175 s to refuse 4096 x 4096 x 4096 (libtpu 0.0.50, v5e, two cores).
 _MOST_PER_STEP = 2**31
 
 

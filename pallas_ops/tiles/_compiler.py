@@ -4,16 +4,17 @@ import dataclasses
 import os
 
 from .._hardware import find_generation, known_generation
-from ..compiler import CompilePool
+from ..compiler import kept_pool
 from ._agree import agreed
+from ._budget import check_budget
 from ._cached import AGREE_SECONDS, CachedResolver, DEFAULT_FALLBACK, stored_tile
 from ._candidates import candidates
 from ._failures import failures_told
 from ._key import problem_key, versions
-from ._memory import lock, recall, remember
+from ._memory import is_measuring, lock, recall, remember
 from ._problem import TileProblem
 from ._ranking import rank, Ranking
-from ._resolver import Resolution, TileResolver
+from ._resolver import check_fallback, Resolution, TileResolver
 from ._store import COMPILER_SOURCE, default_directory, Entry, TileStore, warn_once
 
 
@@ -56,15 +57,11 @@ class CompilerResolver:
     def __post_init__(self):
         if self.device is not None:
             object.__setattr__(self, "device", known_generation(self.device).name)
-        if not (self.budget_seconds > 0 and self.most_candidates > 0):
-            raise ValueError(
-                f"CompilerResolver: `budget_seconds` and `most_candidates` must be positive, got "
-                f"{self.budget_seconds!r} and {self.most_candidates!r}."
-            )
-        if self.workers is not None and self.workers < 1:
-            raise ValueError(
-                f"CompilerResolver: `workers` must be at least 1, got {self.workers!r}."
-            )
+        check_budget("CompilerResolver", self.budget_seconds, self.most_candidates)
+        check_fallback("CompilerResolver", self.fallback)
+        workers = self.workers
+        if workers is not None and (not isinstance(workers, int) or workers < 1):
+            raise ValueError(f"CompilerResolver: `workers` must be at least 1, got {workers!r}.")
 
     def problem_for_tpu(self, problem: TileProblem) -> TileProblem:
         """The problem as it is on the TPU: an interpreter gets the tile that the TPU would."""
@@ -92,10 +89,12 @@ class CompilerResolver:
                 f"one. Taken is the fallback's tile.",
             )
             return without_compiling()
+        if is_measuring():  # a timer's own product: who started the timer holds the lock and waits
+            return without_compiling()
         with lock:
             return agreed(
                 on_tpu,
-                COMPILER_SOURCE,
+                self,
                 compiled,
                 without_compiling,
                 timeout_seconds=2 * self.budget_seconds + AGREE_SECONDS,
@@ -104,7 +103,7 @@ class CompilerResolver:
     def ranking(self, problem: TileProblem) -> Ranking:
         """The candidates for a problem, compiled."""
         tiles = candidates(problem, most=self.most_candidates)
-        with CompilePool(self.workers) as pool:
+        with kept_pool(self.workers) as pool:
             return rank(problem, tiles, pool, budget_seconds=self.budget_seconds)
 
     def _compile(self, problem: TileProblem, directory: str) -> Resolution:

@@ -274,6 +274,22 @@ sys.stdin.read()
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_pool_that_rests(scratch):
+    pool = CompilePool(1, rest_seconds=0.5)
+    with pool:
+        pool.ask([SMALL])
+    (one,) = pool._idle
+    with pool:  # in time: the same process
+        pool.ask([SMALL])
+        assert pool._idle == [one]
+    for _ in range(100):
+        if not pool._idle and one.process.poll() is not None:
+            break
+        time.sleep(0.1)
+    assert pool._idle == []
+    assert list(scratch.iterdir()) == []
+
+
 def test_an_environment_of_its_own(monkeypatch, tmp_path):
     monkeypatch.setenv("JAX_PLATFORMS", "tpu,cpu")
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--mine=1")

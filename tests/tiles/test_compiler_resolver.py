@@ -1,0 +1,272 @@
+"""`CompilerResolver`: tiles by the TPU compiler's schedules."""
+
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import pallas_ops as po
+from pallas_ops.compiler import compile_for_tpu, CompilePool, Verdict
+from pallas_ops.tiles import (
+    _autotune,
+    _compiler,
+    _ranking,
+    candidates,
+    Entry,
+    problem_key,
+    TileConfig,
+    TileStore,
+    versions,
+)
+
+from .tools import RecordingTimer, ROOT, tile_problem
+
+
+SMALL = tile_problem(
+    256, 512, 256, "bfloat16", device="v5e", implementation="mosaic", can_be_timed=False
+)
+FEW = po.CompilerResolver(most_candidates=2)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The jobs that any pool was given."""
+    asked = []
+    ask = CompilePool.ask
+
+    def recording(self, jobs, **given):
+        asked.extend(jobs)
+        return ask(self, jobs, **given)
+
+    monkeypatch.setattr(_ranking, "_verdicts", {})
+    monkeypatch.setattr(CompilePool, "ask", recording)
+    return asked
+
+
+def answering(monkeypatch, verdict):
+    """Every pool says this, and starts no process."""
+
+    def ask(self, jobs, *, told=None, **given):
+        for job in jobs:
+            if told is not None:
+                told(job, verdict)
+        return [verdict] * len(jobs)
+
+    monkeypatch.setattr(_ranking, "_verdicts", {})
+    monkeypatch.setattr(CompilePool, "ask", ask)
+
+
+def test_one_problem(asked, store):
+    found = FEW.resolve(SMALL)
+    assert found.source == "compiler"
+    assert found.tile in candidates(SMALL, most=2)
+    assert found.reason.startswith("predicted ")
+    assert "m=256, bound by" in found.reason
+    entry = TileStore().get(problem_key(SMALL), versions())
+    assert (entry.tile, entry.source, entry.seconds) == (found.tile, "compiler", None)
+    # The winner is compiled as it is, at the end.
+    assert asked[-1].problem == SMALL.matmul
+    assert asked[-1].blocks == found.tile.blocks
+
+    asked.clear()
+    assert FEW.resolve(SMALL) == found
+    po.tiles.forget()
+    again = FEW.resolve(SMALL)
+    assert (again.tile, again.source) == (found.tile, "store")
+    assert asked == []
+
+
+def test_other_batches_are_not_compiled_again(asked, tmp_path, monkeypatch):
+    tiles = (TileConfig(512, 512, 256), TileConfig(256, 512, 256))
+    monkeypatch.setattr(_compiler, "candidates", lambda problem, most: tiles)
+    resolvers = [po.CompilerResolver("v5e", directory=tmp_path / name) for name in "ab"]
+    large, larger = (
+        tile_problem(m, 512, 256, "bfloat16", layout="NT", implementation="mosaic")
+        for m in (4096, 8192)
+    )
+    resolvers[0].resolve(large)
+    count = len(asked)
+    resolvers[1].resolve(larger)
+    # Only the winner, as it is.
+    assert len(asked) == count + 1
+
+
+def test_in_a_program_for_a_tpu(asked):
+    x = jax.ShapeDtypeStruct((256, 512), jnp.bfloat16)
+    y = jax.ShapeDtypeStruct((512, 256), jnp.bfloat16)
+    product = functools.partial(po.matmul, tiles=FEW, implementation="mosaic")
+    compiled = compile_for_tpu(product, x, y, device="v5e")
+    assert "tpu_custom_call" in compiled.as_text()
+    assert {job.device for job in asked} == {"v5e"}
+    assert TileStore().get(problem_key(SMALL), versions()) is not None
+
+
+def test_three_products_of_a_step(asked):
+    def loss(w, x):
+        return jnp.sum(jnp.tanh(po.matmul(x, w)).astype(jnp.float32))
+
+    x = jax.ShapeDtypeStruct((256, 512), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((512, 384), jnp.bfloat16)
+    with po.options(tiles=po.CompilerResolver(most_candidates=1), implementation="mosaic"):
+        compile_for_tpu(jax.grad(loss, argnums=(0, 1)), w, x, device="v5e")
+    layouts = {(job.problem.layout, job.problem.m) for job in asked}
+    assert layouts == {("NN", 256), ("NT", 256), ("TN", 512)}
+
+
+def test_an_interpreter_gets_the_tile_of_the_tpu(asked):
+    here = tile_problem(256, 512, 256, "bfloat16")
+    found = po.CompilerResolver("v5e", most_candidates=2).resolve(here)
+    assert found.tile == FEW.resolve(SMALL).tile
+    x = jnp.ones((256, 512), jnp.bfloat16)
+    tiles = po.CompilerResolver("v5e", most_candidates=2)
+    out = po.matmul(x, x, transpose_rhs=True, tiles=tiles, implementation="interpret")
+    assert jnp.all(out == 512)
+
+
+@pytest.mark.parametrize("device", [None, "TPU v99"])
+def test_a_tpu_that_is_not_known(asked, device):
+    problem = dataclasses.replace(SMALL, device=device)
+    with pytest.warns(UserWarning, match="compiles for one TPU, and none that it knows") as told:
+        found, _ = (FEW.resolve(problem) for _ in range(2))
+    assert len(told) == 1
+    assert found == po.StaticResolver().resolve(problem)
+    assert asked == []
+
+
+def test_what_was_measured_goes_first(asked, store):
+    tile = TileConfig(128, 128, 128)
+    measured = Entry(problem_key(SMALL), versions(), tile, source="autotune", seconds=1e-3)
+    TileStore().put(measured)
+    assert FEW.resolve(SMALL).tile == tile
+    assert asked == []
+
+
+def test_what_was_predicted_is_measured_all_the_same(store):
+    here = tile_problem(64, 128, 128)
+    tile = TileConfig(64, 128, 128)
+    TileStore().put(Entry(problem_key(here), versions(), tile, source="compiler"))
+    assert po.CachedResolver().resolve(here).tile == tile
+    timer = RecordingTimer()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = po.AutotuneResolver(most_candidates=2, timer=timer).resolve(here)
+    assert found.source == "autotune"
+    assert timer.calls
+    assert TileStore().get(problem_key(here), versions()).source == "autotune"
+
+
+def test_no_compiler_is_one_warning(monkeypatch, store):
+    answering(monkeypatch, Verdict(False, "there is none", transient=True, unavailable=True))
+    other = tile_problem(128, 512, 256, device="v5e", implementation="mosaic", can_be_timed=False)
+    with pytest.warns(UserWarning, match="has no tile for .* taken is the fallback's") as told:
+        found = [FEW.resolve(problem) for problem in (SMALL, other, SMALL)]
+    assert len(told) == 1
+    assert "there is none" in str(told[0].message)
+    assert found[0] == found[2] == po.StaticResolver().resolve(SMALL)
+    # It may be there the next time.
+    assert not list(TileStore().entries())
+
+
+def test_every_tile_refused(monkeypatch, store):
+    answering(monkeypatch, Verdict(False, "E1001: too much"))
+    with pytest.warns(UserWarning, match="E1001: too much"):
+        found = FEW.resolve(SMALL)
+    assert found.source == "estimate"
+
+
+def test_schedules_that_cannot_be_read(monkeypatch, store):
+    answering(monkeypatch, Verdict(True, schedule_error="it cannot be read: what is this"))
+    with pytest.warns(UserWarning, match="what is this"):
+        assert FEW.resolve(SMALL).source == "estimate"
+
+
+def test_no_time_at_all(store):
+    hurried = po.CompilerResolver("v5e", budget_seconds=1e-6)
+    with pytest.warns(UserWarning, match="has no tile for"):
+        assert hurried.resolve(SMALL).source == "estimate"
+
+
+def test_autotuning_on_a_tpu_measures_what_is_predicted_best(monkeypatch):
+    problem = dataclasses.replace(SMALL, can_be_timed=True)
+    resolver = po.AutotuneResolver(most_candidates=20)
+    everything = candidates(problem, most=20)
+    worth = resolver._worth_measuring(problem)
+    assert len(worth) <= _autotune._MEASURED + 1
+    assert set(worth) <= set(everything)
+    assert po.StaticResolver().resolve(problem).tile in worth
+    # Without a compiler to ask, all of them.
+    answering(monkeypatch, Verdict(False, "none", transient=True, unavailable=True))
+    assert resolver._worth_measuring(problem) == everything
+    # An interpreter has no schedule.
+    here = tile_problem(256, 512, 256)
+    assert resolver._worth_measuring(here) == candidates(here, most=20)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"device": "v99"}, ValueError, "Unknown TPU 'v99'"),
+        ({"budget_seconds": 0}, ValueError, "must be positive"),
+        ({"workers": 0}, ValueError, "`workers` must be at least 1"),
+        ({"fallback": "static"}, TypeError, "fallback"),
+    ],
+)
+def test_bad_arguments(given, error, message):
+    with pytest.raises(error, match=message):
+        po.CompilerResolver(**given)
+
+
+def test_it_is_a_value():
+    assert po.CompilerResolver("TPU v5 lite") == po.CompilerResolver("v5e")
+    assert hash(po.CompilerResolver()) == hash(po.CompilerResolver())
+    assert isinstance(po.CompilerResolver(), po.TileResolver)
+
+
+TUNE = """
+import json, sys
+import jax.numpy as jnp, jax
+import pallas_ops as po
+from pallas_ops.tiles import collect
+resolver = po.CompilerResolver("v5e", most_candidates=2, workers=1)
+found = []
+for m in range(1, 21):
+    x, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((16 * m, 256), (256, 128 * m)))
+    (problem,) = collect(po.matmul, x, w)
+    found.append(resolver.resolve(problem).tile.blocks)
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_tune_twenty_shapes_at_once(tmp_path):
+    scratch, cache = tmp_path / "scratch", tmp_path / "both"
+    scratch.mkdir()
+    environment = {**os.environ, "TMPDIR": str(scratch), "PYTHONPATH": str(ROOT)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", TUNE],
+            env={**environment, "PALLAS_OPS_CACHE_DIR": str(cache)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    said = [process.communicate(timeout=300) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], said
+    one, other = (json.loads(out) for out, _ in said)
+    assert one == other
+    assert [errors for _, errors in said] == ["", ""]
+    entries = dict(TileStore(cache).entries())
+    assert len(entries) == 20
+    assert all(isinstance(entry, Entry) for entry in entries.values())
+    assert list(scratch.iterdir()) == []
+    assert not list(pathlib.Path(cache).rglob("*.tmp"))
