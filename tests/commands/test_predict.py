@@ -1,0 +1,205 @@
+"""`pallas-ops predict`."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from pallas_ops.commands import _plots, _predicting, main
+from pallas_ops.compiler import CompilePool, Verdict
+
+
+FIELDS = {
+    "block_m",
+    "block_k",
+    "block_n",
+    "compiles",
+    "error",
+    "vmem_bytes",
+    "vmem_limit_bytes",
+    "static_mxu_use",
+    "spills",
+    "predicted_us",
+    "tflops",
+    "bound",
+    "analytic_us",
+}
+
+
+def _run(*arguments):
+    return CliRunner().invoke(main, ["predict", *map(str, arguments)])
+
+
+def _json(*arguments):
+    result = _run(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+@pytest.fixture
+def answers(monkeypatch):
+    """Sets what every pool says, in place of a compiler."""
+
+    def answer(verdict):
+        def ask(self, jobs, *, told=None, **given):
+            for job in jobs:
+                if told is not None:
+                    told(job, verdict)
+            return [verdict] * len(jobs)
+
+        monkeypatch.setattr(CompilePool, "ask", ask)
+
+    return answer
+
+
+def test_named_tiles():
+    found = _json(
+        1024, 1024, 1024, "--layout", "NN", "--out-dtype", "float32",
+        "--tile", "128,128,128", "--tile", "512,512,256", "--tile", "512,512,256",
+    )  # fmt: skip
+    assert {key: found[key] for key in ("device", "m", "k", "n", "layout")} == {
+        "device": "v5e",
+        "m": 1024,
+        "k": 1024,
+        "n": 1024,
+        "layout": "NN",
+    }
+    assert (found["dtype"], found["out_dtype"]) == ("bfloat16", "float32")
+    assert found["calibrated"] is True
+    assert found["kind"] == "predicted"
+    assert found["roofline_us"] == pytest.approx(2 * 1024**3 / 197e12 * 1e6)
+    assert found["xla_estimate_us"] > 0.9 * found["roofline_us"]
+    # Best first, each once.
+    first, second = found["tiles"]
+    assert (first["block_m"], second["block_m"]) == (512, 128)
+    for tile in found["tiles"]:
+        assert tile.keys() == FIELDS
+        assert tile["compiles"] is True
+        assert tile["error"] is None
+        assert tile["vmem_limit_bytes"] == 16 << 20
+        assert 0 < tile["vmem_bytes"] < tile["vmem_limit_bytes"]
+        assert 0 < tile["static_mxu_use"] < 1
+        assert tile["predicted_us"] > found["roofline_us"]
+        assert tile["tflops"] == pytest.approx(2 * 1024**3 / tile["predicted_us"] * 1e-6)
+        assert tile["bound"] in ("mxu", "hbm", "latency")
+    assert second["bound"] == "latency"
+    assert first["predicted_us"] < second["predicted_us"]
+
+
+def test_the_best_of_the_candidates():
+    found = _json(512, 512, 512, "--candidates", 4, "--best", 2, "--device", "v6e")
+    assert found["calibrated"] is False
+    assert len(found["tiles"]) == 2
+    times = [tile["predicted_us"] for tile in found["tiles"]]
+    assert times == sorted(times)
+    text = _run(512, 512, 512, "--candidates", 4, "--best", 2, "--device", "v6e").stdout
+    assert "UNCALIBRATED: no published timings of a v6e" in text
+    assert "The best 2 of 4 that were compiled." in text
+    assert "Predicted, not measured: schedules of libtpu" in text
+
+
+def test_tiles_that_are_none(monkeypatch):
+    def never(self, jobs, **given):
+        assert all(job.blocks is None for job in jobs)  # XLA's own, and nothing else
+        return [Verdict(True, xla_cycles=1)] * len(jobs)
+
+    monkeypatch.setattr(CompilePool, "ask", never)
+    found = _json(4096, 4096, 4096, "--tile", "4096,4096,4096", "--tile", "100,128,128")
+    large, odd = found["tiles"]
+    assert large["compiles"] is odd["compiles"] is False
+    assert "of VMEM by estimate, and a TPU v5e has at most 128 MiB" in large["error"]
+    assert "neither a multiple of 16 nor the whole axis" in odd["error"]
+    assert "the nearest legal tile is TileConfig(block_m=96," in odd["error"]
+    assert large["predicted_us"] is None
+
+
+def test_what_the_compiler_refuses(answers):
+    answers(Verdict(False, "E1001: too much", vmem_bytes=20 << 20))
+    (tile,) = _json(1024, 1024, 1024, "--tile", "256,256,256")["tiles"]
+    assert (tile["compiles"], tile["error"]) == (False, "E1001: too much")
+    assert tile["vmem_bytes"] == 20 << 20
+    assert "E1001: too much" in _run(1024, 1024, 1024, "--tile", "256,256,256").stdout
+
+
+def test_a_schedule_that_cannot_be_read(answers):
+    answers(Verdict(True, schedule_error="the schedule cannot be read", vmem_bytes=1 << 20))
+    found = _json(1024, 1024, 1024, "--tile", "256,256,256")
+    (tile,) = found["tiles"]
+    assert (tile["compiles"], tile["error"]) == (True, "the schedule cannot be read")
+    assert tile["predicted_us"] is None
+    assert found["xla_estimate_us"] is None
+
+
+def test_without_a_compiler(answers):
+    answers(Verdict(False, "The TPU compiler is not here", transient=True, unavailable=True))
+    found = _json(4096, 4096, 4096, "--best", 3)
+    assert found["kind"] == "analytic estimate"
+    assert found["no_compiler"] == "The TPU compiler is not here"
+    analytic = [tile["analytic_us"] for tile in found["tiles"]]
+    assert analytic == sorted(analytic)
+    assert {tile["compiles"] for tile in found["tiles"]} == {None}
+    assert {tile["predicted_us"] for tile in found["tiles"]} == {None}
+    text = _run(4096, 4096, 4096).stdout
+    assert "No TPU compiler: The TPU compiler is not here" in text
+    assert "The times are of the analytic estimate, which compiles nothing." in text
+    assert "Predicted, not measured" not in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((4, 4), "Missing argument 'N'"),
+        ((4, 4, 4, "--device", "v9"), "Unknown TPU 'v9'. Known are"),
+        ((4, 4, 4, "--tile", "8,8"), "'8,8' is no tile: expected block_m,block_k,block_n"),
+        ((4, 4, 4, "--tile", "8,0,8"), "is no tile"),
+        ((4, 4, 4, "--dtype", "float16"), "'float16' is not one of"),
+        ((4, 4, 4, "--dtype", "int8", "--device", "v4"), "v4"),
+        ((4, 4, 4, "--plot", "missing/p.png"), "missing is no folder"),
+        ((4, 4, 4, "--plot", "p.nothing"), "has no suffix that matplotlib knows"),
+    ],
+)
+def test_bad_questions(arguments, message):
+    result = _run(*arguments)
+    assert result.exit_code != 0
+    assert message in result.output
+    assert "Traceback" not in result.output
+
+
+def test_no_matplotlib(monkeypatch, tmp_path):
+    monkeypatch.setattr(_plots.importlib.util, "find_spec", lambda name: None)
+    result = _run(4, 4, 4, "--plot", tmp_path / "p.png")
+    assert "--plot needs matplotlib: pip install 'pallas-ops[plots]'" in result.output
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_a_picture(tmp_path, suffix):
+    file = tmp_path / f"roofline.{suffix}"
+    found = _json(512, 512, 512, "--candidates", 3, "--plot", file)
+    assert found["tiles"]
+    assert file.stat().st_size > 10_000
+
+
+def test_a_process_of_its_own_is_quiet(tmp_path):
+    environment = {key: value for key, value in os.environ.items() if key != "JAX_PLATFORMS"}
+    done = subprocess.run(
+        [sys.executable, "-m", "pallas_ops", "predict", "256", "256", "256", "--candidates", "1"],
+        env={**environment, "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "256x256x256" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_three_runs_are_the_same_byte_for_byte():
+    runs = {_run(512, 768, 640, "--candidates", 3, "--json").stdout for _ in range(3)}
+    assert len(runs) == 1
+
+
+def test_the_version_that_compiled_is_named():
+    assert _predicting.libtpu_name().startswith("libtpu 0.0.")
