@@ -300,22 +300,20 @@ class Comparison:
         }
 
 
-def compare(*, fit_constants: bool = False) -> Comparison:
+def compare(*, latencies: Sequence[float] = ()) -> Comparison:
     """Compiles every published program and lets each model predict it.
 
     **Arguments:**
 
-    - `fit_constants`: whether to try other DMA latencies as well.
+    - `latencies`: other DMA latencies to try, in seconds.
     """
     rows = [row for row in published() if row.can_be_predicted]
     verdicts = compile_published(rows)
     on = chip("v5e")
-    fits = [
+    fits = (
         fit("schedule and time model", our_model(on), rows, verdicts),
         fit("bundle counts", bundle_counts(on), rows, verdicts),
         fit("roofline", roofline(on), rows, verdicts),
-    ]
-    latencies = []
-    if fit_constants:
-        latencies = fit_latency(rows, verdicts, on, [step * 5e-8 for step in range(17)])
-    return Comparison(tuple(rows), tuple(fits), biggest_tile_regret(rows), tuple(latencies))
+    )
+    tried = fit_latency(rows, verdicts, on, latencies)
+    return Comparison(tuple(rows), fits, biggest_tile_regret(rows), tuple(tried))
