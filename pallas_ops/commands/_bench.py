@@ -298,6 +298,46 @@ def _print_published(found: "Comparison") -> None:
     )
 
 
+@command.command("vmem")
+@click.option("--device", default="v4", show_default=True, help="The TPU.")
+@click.option(
+    "--tiles",
+    type=click.IntRange(min=6),
+    default=72,
+    show_default=True,
+    help="How many tiles near the limit, over all products.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def vmem(device: str, tiles: int, as_json: bool) -> None:
+    """The estimate by which tiles are pruned, against the compiler's verdict on VMEM.
+
+    Tiles near the default limit are compiled within it, whether or not the estimate would prune
+    them. A v4 is of most use: its limit cannot be raised.
+    """
+    from .._hardware import known_generation
+    from ._predicting import libtpu_name
+    from ._vmem_study import study
+
+    with readable():
+        name = known_generation(device).name
+    found = study(name, tiles=tiles)
+    if as_json:
+        print_json(found.as_json())
+        return
+    numbers = found.as_json()
+    click.echo(
+        f"{numbers['tiles']} tiles near the limit of {found.limit_bytes / 2**20:g} MiB, {name}, "
+        f"{libtpu_name()}:\n"
+        f"  kept by the estimate, and compile     {numbers['kept_and_compile']}\n"
+        f"  kept, and refused (false accepts)     {numbers['false_accepts']}\n"
+        f"  pruned, and refused                   {numbers['pruned_and_refused']}\n"
+        f"  pruned, though they compile           {numbers['pruned_and_compile']}\n"
+        f"    of these within 2 % of the best     {numbers['pruned_within_2_percent']}\n"
+        f"The best that is kept is slower than the best of all by "
+        f"{numbers['kept_regret']:.1%} at most, by predicted times."
+    )
+
+
 @command.command("overhead")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def overhead(as_json: bool) -> None:

@@ -20,6 +20,11 @@ _TARGETS = (128, 256, 512, 1024, 2048, 4096)
 _MOST_PER_STEP = 2**31
 
 
+def candidate_budget_bytes(problem: TileProblem, limit: int) -> int:
+    """What the estimate may reach so that a tile is worth a try within a VMEM limit, in bytes."""
+    return limit - COMPILER_MARGIN_BYTES
+
+
 def _budget_bytes(problem: TileProblem) -> int:
     """What the estimate may reach: the VMEM of a device that is known, else the default limit."""
     generation = find_generation(problem.device)
@@ -27,7 +32,7 @@ def _budget_bytes(problem: TileProblem) -> int:
     if generation is not None and generation.info.vmem_capacity_bytes > limit:
         # The compiler adds up to 30 % to large blocks (see `vmem_limit_bytes`).
         limit = generation.info.vmem_capacity_bytes * 2 // 3
-    return limit - COMPILER_MARGIN_BYTES
+    return candidate_budget_bytes(problem, limit)
 
 
 def candidates(problem: TileProblem, *, most: int = 64) -> tuple[TileConfig, ...]:

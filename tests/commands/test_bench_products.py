@@ -207,3 +207,20 @@ def test_the_model_against_what_was_published(tmp_path, monkeypatch):
     text = _run("published").stdout
     for part in ("schedule and time model", "bundle counts", "roofline", "the biggest tile"):
         assert part in text
+
+
+@pytest.mark.slow
+def test_the_vmem_estimate_against_the_compiler():
+    result = _run("vmem", "--tiles", 60, "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["tiles"] >= 60
+    assert found["pruned_within_2_percent"] == 0
+    assert found["kept_regret"] <= 0.02
+    assert found["false_accepts"] <= 3
+    assert found["pruned_and_refused"] > 10
+    assert found["limit_bytes"] == 16 << 20
+
+
+def test_the_vmem_of_no_device():
+    assert "Unknown TPU 'v9'" in _run("vmem", "--device", "v9").output
