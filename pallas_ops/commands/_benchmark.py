@@ -211,7 +211,7 @@ def _predicted(case: _Case, pool: CompilePool, search: bool) -> list[Row]:
     known = None if search else known_tile(problem)
     if known is None:
         tiles = candidates(problem, most=_CANDIDATES)
-        ranking = rank(problem, tiles, pool, budget_seconds=_BUDGET_SECONDS)
+        (ranking,) = rank([problem], [tiles], pool, budget_seconds=_BUDGET_SECONDS)
         tuned = ranking.judgements[0][1].job if ranking.judgements else None
     else:
         tuned = CompileJob(problem.matmul, problem.device, known[0].blocks, known[1])

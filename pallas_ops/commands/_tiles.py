@@ -244,27 +244,24 @@ def generate(file: str, device: str, dtypes: tuple[str, ...], candidates: int | 
 
     from .._hardware import known_generation
     from ..tiles import table_json
-    from ._generating import CANDIDATES, generate, shipped_problems
+    from ._generating import generate, shipped_problems
 
     with readable():
         problems = shipped_problems(known_generation(device).name, dtypes)
-    missing: list[str] = []
     console = Console(stderr=True)
+    # How many kernels there are to compile is not known: most need not be.
     with Progress(console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task(f"Compiling for {device}", total=len(problems))
-
-        def told(problem, entry):
-            if entry is None:
-                missing.append(problem.describe())
-            progress.advance(task)
-
-        entries = generate(problems, most_candidates=candidates or CANDIDATES, told=told)
+        task = progress.add_task(f"Compiling for {device}", total=None)
+        entries, missing = generate(
+            problems, most_candidates=candidates, told=lambda _: progress.advance(task)
+        )
     if not entries:
-        raise click.ClickException(f"No tile compiled, of {missing[0]} for one. Nothing written.")
+        description = missing[0].describe()
+        raise click.ClickException(f"No tile compiled, of {description} for one. Nothing written.")
     _write_whole(pathlib.Path(file), table_json(entries))
     click.echo(f"{counted(len(entries), 'tile')} written to {file}.")
-    for description in missing:
-        click.echo(f"Without a tile that compiles: {description}")
+    for problem in missing:
+        click.echo(f"Without a tile that compiles: {problem.describe()}")
 
 
 @command.command("import")

@@ -177,7 +177,7 @@ def tune_without_tpu(
         if not (again and known.is_predicted):
             return Tuned(problem, path, "known", known, estimate, told=tuple(told))
     tiles = candidates(problem, most=most_candidates)
-    ranking = rank(problem, tiles, pool, budget_seconds=budget_seconds)
+    (ranking,) = rank([problem], [tiles], pool, budget_seconds=budget_seconds)
     if not ranking.judgements:
         told.append(f"no tile compiles:{failures_told(ranking.failures)}")
         return Tuned(problem, path, "failed", None, estimate, told=tuple(told))

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import jax.numpy as jnp
 from jax import lax
@@ -75,32 +75,35 @@ def judge(
     pool: CompilePool,
     *,
     end: float | None = None,
-    only_better: bool = False,
+    rivals: Sequence[Hashable] | None = None,
     shared: dict[CompileJob, Verdict] | None = None,
+    told: Callable[[Judgement], None] | None = None,
 ) -> list[Judgement | None]:
     """Compiles kernels in parallel, and predicts the time of each.
 
     **Arguments:**
 
-    - `jobs`: kernels, each with its blocks.
+    - `jobs`: kernels, each with its blocks and each once.
     - `pool`: where they are compiled.
     - `end`: as in `CompilePool.ask`.
-    - `only_better`: whether to leave out a kernel that cannot be faster than the best so far, by
-        `lower_bound_seconds`. The best one is the same.
+    - `rivals`: for each kernel, what it competes with others for. Where it is given, a kernel is
+        left out that cannot be faster than the best of its rivals so far, by
+        `lower_bound_seconds`. The best ones are the same.
     - `shared`: what the compiler said before. Where it is given, a smaller product with the same
         schedule is compiled in place of each kernel, and its verdict is kept there for others.
+    - `told`: called with each judgement as it comes, by one thread at a time.
 
     **Returns:**
 
     The judgements in the order of the jobs; `None` for those that were left out.
     """
-    best = math.inf
+    rival_of = dict(zip(jobs, jobs if rivals is None else rivals, strict=True))
+    best: dict[Hashable, float] = {}
     judged: dict[CompileJob, Judgement] = {}
     # Which kernels wait for which program.
     waiting: dict[CompileJob, list[CompileJob]] = {}
 
     def hear(program: CompileJob, verdict: Verdict) -> None:
-        nonlocal best
         if shared is not None and not verdict.transient:
             shared[program] = verdict
         for job in waiting[program]:
@@ -109,22 +112,30 @@ def judge(
                 assert job.blocks is not None
                 on = chip(job.device)
                 prediction = predict(job.problem, job.blocks, verdict.schedule, on)
-                best = min(best, prediction.seconds)
+                rival = rival_of[job]
+                best[rival] = min(best.get(rival, math.inf), prediction.seconds)
             judged[job] = Judgement(job, verdict, prediction)
+            if told is not None:
+                told(judged[job])
 
     def may_be_better(job: CompileJob) -> bool:
+        fastest = best.get(rival_of[job])
+        if fastest is None:
+            return True
         assert job.blocks is not None
-        return lower_bound_seconds(job.problem, job.blocks, chip(job.device)) <= best
-
-    def wanted(program: CompileJob) -> bool:
-        return not only_better or any(map(may_be_better, waiting[program]))
+        return lower_bound_seconds(job.problem, job.blocks, chip(job.device)) <= fastest
 
     for job in jobs:
         waiting.setdefault(job if shared is None else stand_in(job), []).append(job)
     known = {} if shared is None else {job: shared[job] for job in waiting if job in shared}
     for program, verdict in known.items():
         hear(program, verdict)
-    pool.ask([job for job in waiting if job not in known], end=end, told=hear, wanted=wanted)
+    pool.ask(
+        [program for program in waiting if program not in known],
+        end=end,
+        told=hear,
+        wanted=lambda program: any(map(may_be_better, waiting[program])),
+    )
     return [judged.get(job) for job in jobs]
 
 

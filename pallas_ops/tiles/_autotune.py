@@ -159,7 +159,9 @@ class AutotuneResolver:
         if problem.implementation != "mosaic" or find_generation(problem.device) is None:
             return tiles
         with kept_pool() as pool:
-            ranking = rank(problem, tiles[:_COMPILED], pool, budget_seconds=self.budget_seconds / 2)
+            (ranking,) = rank(
+                [problem], [tiles[:_COMPILED]], pool, budget_seconds=self.budget_seconds / 2
+            )
         if not ranking.judgements:  # no compiler to ask: in the order of the estimate
             return tiles
         best = tuple(tile for tile, _ in ranking.judgements[:_MEASURED])

@@ -104,7 +104,8 @@ class CompilerResolver:
         """The candidates for a problem, compiled."""
         tiles = candidates(problem, most=self.most_candidates)
         with kept_pool(self.workers) as pool:
-            return rank(problem, tiles, pool, budget_seconds=self.budget_seconds)
+            (found,) = rank([problem], [tiles], pool, budget_seconds=self.budget_seconds)
+        return found
 
     def _compile(self, problem: TileProblem, directory: str) -> Resolution:
         ranking = self.ranking(problem)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ..compiler import CompileJob, CompilePool, judge, Judgement, Verdict
 from ._config import TileConfig
@@ -41,50 +41,80 @@ class Ranking:
 
 
 def rank(
-    problem: TileProblem,
-    tiles: Sequence[TileConfig],
+    problems: Sequence[TileProblem],
+    tiles: Sequence[Sequence[TileConfig]],
     pool: CompilePool,
     *,
     budget_seconds: float | int,
-) -> Ranking:
-    """Compiles tiles in parallel and orders them by their predicted time.
+    told: Callable[[Judgement], None] | None = None,
+) -> list[Ranking]:
+    """Compiles the tiles of problems in parallel and orders each problem's by predicted time.
 
     A tile that cannot be faster than the best so far is not compiled. Of problems that differ in
     their batch, one compilation serves all. The fastest is compiled as it is, at last.
 
     **Arguments:**
 
-    - `problem`: for a known TPU.
-    - `tiles`: the most promising first.
+    - `problems`: for known TPUs.
+    - `tiles`: for each problem, the most promising first.
     - `pool`: where they are compiled.
     - `budget_seconds`: what is not compiled by then is left out.
+    - `told`: called with each judgement as it comes.
     """
     end = time.monotonic() + budget_seconds
-    jobs = [compile_job(problem, tile) for tile in tiles]
-    judged = judge(jobs, pool, end=end, only_better=True, shared=_verdicts)
+    jobs = {
+        (index, tile): compile_job(problem, tile)
+        for index, problem in enumerate(problems)
+        for tile in tiles[index]
+    }
+    rivals = [index for index, _ in jobs]
+    given = list(jobs.values())
+    judged = judge(given, pool, end=end, rivals=rivals, shared=_verdicts, told=told)
     late = time.monotonic() > end
-    predicted, failures, left_out, transient = [], {}, 0, False
-    for tile, judgement in zip(tiles, judged, strict=True):
+    rankings = [_Open() for _ in problems]
+    for (index, tile), judgement in zip(jobs, judged, strict=True):
+        ranking = rankings[index]
         if judgement is None:
-            left_out += late
+            ranking.left_out += late
         elif judgement.prediction is None:
-            failures[tile] = judgement.error or "no prediction"
-            transient = transient or judgement.verdict.transient
+            ranking.fail(tile, judgement)
         else:
-            predicted.append((tile, judgement))
-    # Of two that take as long, the one that was more promising: the sort keeps their order.
-    predicted.sort(key=lambda pair: _seconds(pair[1]))
+            ranking.predicted.append((tile, judgement))
+    for ranking in rankings:
+        # Of two that take as long, the one that was more promising: the sort keeps their order.
+        ranking.predicted.sort(key=lambda pair: _seconds(pair[1]))
     # What a smaller product's compilation said is made sure of, whatever the budget says.
-    while predicted:
-        tile, judgement = predicted[0]
-        (exact,) = judge([judgement.job], pool)
-        assert exact is not None
-        if exact.prediction is not None:
-            predicted[0] = (tile, exact)
-            break
-        failures[tile] = exact.error or "no prediction"
-        del predicted[0]
-    return Ranking(tuple(predicted), failures, left_out, transient and not predicted)
+    unsure = [ranking for ranking in rankings if ranking.predicted]
+    while unsure:
+        exact = judge([ranking.predicted[0][1].job for ranking in unsure], pool)
+        for ranking, judgement in zip(list(unsure), exact, strict=True):
+            tile, _ = ranking.predicted.pop(0)
+            assert judgement is not None
+            if judgement.prediction is None:
+                ranking.fail(tile, judgement)
+            else:
+                ranking.predicted.insert(0, (tile, judgement))
+            if judgement.prediction is not None or not ranking.predicted:
+                unsure.remove(ranking)
+    return [ranking.close() for ranking in rankings]
+
+
+@dataclasses.dataclass(eq=False)
+class _Open:
+    """A `Ranking` under way."""
+
+    predicted: list[tuple[TileConfig, Judgement]] = dataclasses.field(default_factory=list)
+    failures: dict[TileConfig, str] = dataclasses.field(default_factory=dict)
+    left_out: int = 0
+    transient: bool = False
+
+    def fail(self, tile: TileConfig, judgement: Judgement) -> None:
+        self.failures[tile] = judgement.error or "no prediction"
+        self.transient = self.transient or judgement.verdict.transient
+
+    def close(self) -> Ranking:
+        transient = self.transient and not self.predicted
+        return Ranking(tuple(self.predicted), self.failures, self.left_out, transient)
 
 
 def _seconds(judgement: Judgement) -> float:
