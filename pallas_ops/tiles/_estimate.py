@@ -25,13 +25,13 @@ _CYCLES_PER_ACCUMULATED_REGISTER = 0.5
 _REGISTER_ENTRIES = 8 * 128
 
 # How many passes of bfloat16 the MXU makes for float32 operands.
-_PASSES = {lax.Precision.DEFAULT: 1, lax.Precision.HIGH: 3, lax.Precision.HIGHEST: 6}
+PASSES = {lax.Precision.DEFAULT: 1, lax.Precision.HIGH: 3, lax.Precision.HIGHEST: 6}
 
 
 def _mxu_operations_per_second(problem: MatmulProblem, info: pltpu.TpuInfo) -> float:
     if problem.lhs_dtype == jnp.int8 and info.int8_ops_per_second:
         return float(info.int8_ops_per_second)
-    return info.bf16_ops_per_second / _PASSES[kernel_precision(problem)]
+    return info.bf16_ops_per_second / PASSES[kernel_precision(problem)]
 
 
 def estimate_seconds(problem: TileProblem, tile: TileConfig) -> float:

@@ -47,11 +47,12 @@ def rank(
     *,
     budget_seconds: float | int,
     told: Callable[[Judgement], None] | None = None,
+    exact: bool = True,
 ) -> list[Ranking]:
     """Compiles the tiles of problems in parallel and orders each problem's by predicted time.
 
     A tile that cannot be faster than the best so far is not compiled. Of problems that differ in
-    their batch, one compilation serves all. The fastest is compiled as it is, at last.
+    their batch, one compilation serves all.
 
     **Arguments:**
 
@@ -60,6 +61,7 @@ def rank(
     - `pool`: where they are compiled.
     - `budget_seconds`: what is not compiled by then is left out.
     - `told`: called with each judgement as it comes.
+    - `exact`: whether the fastest is compiled as it is, at last.
     """
     end = time.monotonic() + budget_seconds
     jobs = {
@@ -84,10 +86,10 @@ def rank(
         # Of two that take as long, the one that was more promising: the sort keeps their order.
         ranking.predicted.sort(key=lambda pair: _seconds(pair[1]))
     # What a smaller product's compilation said is made sure of, whatever the budget says.
-    unsure = [ranking for ranking in rankings if ranking.predicted]
+    unsure = [ranking for ranking in rankings if ranking.predicted and exact]
     while unsure:
-        exact = judge([ranking.predicted[0][1].job for ranking in unsure], pool)
-        for ranking, judgement in zip(list(unsure), exact, strict=True):
+        sure = judge([ranking.predicted[0][1].job for ranking in unsure], pool)
+        for ranking, judgement in zip(list(unsure), sure, strict=True):
             tile, _ = ranking.predicted.pop(0)
             assert judgement is not None
             if judgement.prediction is None:
