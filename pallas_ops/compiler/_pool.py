@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from ._jobs import CompileJob, Verdict
-from ._topology import worker_environment
+from ._topology import why_no_compiler, worker_environment
 
 
 COMPILE_SECONDS = 120.0
@@ -167,6 +167,13 @@ class CompilePool:
         The verdicts in the order of the jobs; `None` for those that there was no time for, or that
         were not wanted.
         """
+        reason = why_no_compiler()
+        if reason is not None:
+            unavailable = Verdict(False, reason, transient=True, unavailable=True)
+            if told is not None:
+                for job in jobs:
+                    told(job, unavailable)
+            return [unavailable] * len(jobs)
         verdicts: list[Verdict | None] = [None] * len(jobs)
         waiting = collections.deque(enumerate(jobs))
         telling = threading.Lock()

@@ -1,6 +1,7 @@
 """The TPU compiler in libtpu, on a machine that has no TPU."""
 
 import glob
+import importlib.util
 import os
 import pathlib
 import sys
@@ -29,6 +30,16 @@ _WITHOUT_TPU = {
 
 class CompilerUnavailableError(RuntimeError):
     """There is no libtpu here that can compile."""
+
+
+def why_no_compiler() -> str | None:
+    """Why there is no TPU compiler to ask here, as far as that shows without loading it."""
+    if importlib.util.find_spec("libtpu") is None and "TPU_LIBRARY_PATH" not in os.environ:
+        return (
+            "The TPU compiler is in libtpu, which is not installed here. It comes with "
+            "`pip install jax[tpu]` on Linux on x86-64."
+        )
+    return None
 
 
 def _may_have_tpu() -> bool:

@@ -55,16 +55,12 @@ def test_a_shape(store):
     assert again[0]["tile"] == found[0]["tile"]
     text = _run("tune", "--without-tpu", "--device", "v5e", 256, 512, 384).stdout
     assert "Nothing is measured: the compiler is asked for a v5e." in text
-    why = json.loads(
-        _run(
-            "tiles", "why", 256, 512, 384, "--device", "v5e", "--tiles", "compiler", "--json"
-        ).stdout
-    )
-    assert why["source"] == "store"
+    why = _run("tiles", "why", 256, 512, 384, "--device", "v5e", "--tiles", "compiler", "--json")
+    assert json.loads(why.stdout)["source"] == "store"
 
 
 def test_a_measured_tile_stays(store):
-    _, (found,) = _tune(256, 512, 384, "--candidates", 1, "--product", "forward")
+    _tune(256, 512, 384, "--candidates", 1, "--product", "forward")
     ((_, entry),) = store.entries()
     measured = Entry(entry.key, versions(), TileConfig(128, 128, 128), seconds=1.0)
     store.put(measured)

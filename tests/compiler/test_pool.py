@@ -246,6 +246,20 @@ def test_no_compiler(monkeypatch, tmp_path):
     assert verdict == Verdict(False, "there is none", transient=True, unavailable=True)
 
 
+def test_no_libtpu(monkeypatch, scratch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
+    heard = []
+    with CompilePool(1) as pool:
+        (verdict,) = pool.ask([SMALL], told=lambda job, said: heard.append(said))
+        (found,) = judge([SMALL], pool)
+    assert heard == [verdict] == [found.verdict]
+    assert verdict.unavailable
+    assert "comes with `pip install jax[tpu]` on Linux on x86-64" in verdict.error
+    assert found.prediction is None
+    assert list(scratch.iterdir()) == []  # no process was started
+
+
 def test_nothing_is_left_behind_by_one_who_is_killed(tmp_path):
     code = """
 import sys
