@@ -37,11 +37,28 @@ class _Lost(Exception):
         self.timed_out = timed_out
 
 
+# A schedule takes up to 10 MiB, and libtpu aborts where it cannot write one.
+_ROOM_BYTES = 64 << 20
+
+
+def _folder_with_room() -> str | None:
+    """Where a worker's folder can be: the usual place for temporary files, if it is not full.
+
+    `None` is that place, where no other has room either.
+    """
+    for folder in (tempfile.gettempdir(), "/dev/shm", "/var/tmp"):
+        with contextlib.suppress(OSError):
+            if os.access(folder, os.W_OK) and shutil.disk_usage(folder).free >= _ROOM_BYTES:
+                return folder
+    return None
+
+
 class _Worker:
     """One process, and the folder that libtpu writes to."""
 
     def __init__(self) -> None:
-        self.folder = pathlib.Path(tempfile.mkdtemp(prefix="pallas-ops-compiler-"))
+        folder = tempfile.mkdtemp(prefix="pallas-ops-compiler-", dir=_folder_with_room())
+        self.folder = pathlib.Path(folder)
         try:
             with (self.folder / "stderr").open("wb") as errors:
                 self.process = subprocess.Popen(
@@ -86,6 +103,9 @@ class _Worker:
         if code < 0:
             with contextlib.suppress(ValueError):
                 how = signal.Signals(-code).name
+        with contextlib.suppress(OSError):
+            if shutil.disk_usage(self.folder).free < _ROOM_BYTES // 16:
+                how += f", {self.folder.parent} is full"
         said = (self.folder / "stderr").read_text(errors="replace").strip().splitlines()
         return f"the compiler's process ended ({how})" + (f": {said[-1][:300]}" if said else "")
 

@@ -445,15 +445,22 @@ def _asked(why):
 
 
 def test_why_of_what_is_nowhere(folder):
-    result = _run("why", 2048, 4096, 4096, "--device", "v5e")
+    result = _run("why", 2048, 4096, 4608, "--device", "v5e")
     assert (result.exit_code, result.stderr) == (0, "")
-    path = TileStore().path(problem_key(_problem(2048, 4096, 4096)), versions())
+    path = TileStore().path(problem_key(_problem(2048, 4096, 4608)), versions())
     assert f"the store, {path}: nothing\n" in result.stdout
     assert "Tile    block_m=1024, block_k=1024, block_n=512\n" in result.stdout
     assert "Source  estimate: " in result.stdout
     assert "limit 16.0 MiB (the default), of 128.0 MiB in all" in result.stdout
-    assert "Grid    64 steps: batch 1 x m 2 x n 8 x k 4" in result.stdout
+    assert "Grid    72 steps: batch 1 x m 2 x n 9 x k 4" in result.stdout
     assert not folder.exists()
+
+
+def test_why_of_what_is_shipped():
+    why = _why(2048, 4096, 4096, "--device", "v5e")
+    assert why["source"] == "table"
+    assert why["reason"].startswith("found by compiler: predicted")
+    assert _asked(why)[-1] == "the 5 tables that come with the package"
 
 
 def test_why_of_what_is_stored():

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -211,12 +212,32 @@ def test_a_time_limit(scratch):
 
 
 def test_no_room_for_a_worker(monkeypatch, tmp_path):
-    missing = tmp_path / "missing"
-    monkeypatch.setattr(tempfile, "tempdir", str(missing))
+    missing = str(tmp_path / "missing")
+    monkeypatch.setattr(pool_module, "_folder_with_room", lambda: missing)
     with CompilePool(1) as pool:
         (verdict,) = pool.ask([SMALL])
     assert verdict.transient
     assert "no compile worker could be started" in verdict.error
+
+
+def test_a_temporary_folder_that_is_full(monkeypatch, scratch):
+    usage = shutil.disk_usage
+
+    def full(folder):
+        found = usage(folder)
+        return found._replace(free=0) if str(folder).startswith(str(scratch)) else found
+
+    monkeypatch.setattr(shutil, "disk_usage", full)
+    with CompilePool(1) as pool:
+        (verdict,) = pool.ask([SMALL])
+        (one,) = pool._idle
+        assert one.folder.parent in (pathlib.Path("/dev/shm"), pathlib.Path("/var/tmp"))
+    assert verdict.schedule is not None
+    assert not one.folder.exists()
+    assert list(scratch.iterdir()) == []
+    # Nowhere any room: the usual place, and what happens there is told.
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(folder)._replace(free=0))
+    assert pool_module._folder_with_room() is None
 
 
 def test_a_folder_that_is_full(monkeypatch, tmp_path):
