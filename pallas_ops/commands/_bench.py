@@ -10,6 +10,7 @@ from ._console import (
     default_platform,
     make_console,
     print_json,
+    read_shapes,
     readable,
 )
 
@@ -18,21 +19,6 @@ if TYPE_CHECKING:
     from ._benchmark import Row
     from ._overhead import Overhead
     from ._published import Comparison
-
-
-def _read_shapes(
-    ctx: click.Context, parameter: click.Parameter, values: tuple[str, ...]
-) -> list[tuple[int, int, int]]:
-    shapes = []
-    for value in values:
-        parts = value.split(",")
-        if len(parts) != 3 or not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-            raise click.BadParameter(
-                f"{value!r} is no shape: expected M,K,N of positive numbers, such as 2048,4096,512."
-            )
-        m, k, n = map(int, parts)
-        shapes.append((m, k, n))
-    return shapes
 
 
 def _plot_option(function: Any) -> Any:
@@ -51,7 +37,7 @@ def _plot_option(function: Any) -> Any:
     "shapes",
     metavar="M,K,N",
     multiple=True,
-    callback=_read_shapes,
+    callback=read_shapes,
     help="A shape; may be given several times. Without it, language models' and squares.",
 )
 @click.option(

@@ -23,7 +23,7 @@ from ..kernels import xla_matmul
 from ..tiles import CachedResolver, candidates, TileConfig, TileProblem, vmem_limit_bytes
 from ..tiles._ranking import compile_job, rank
 from ..tiles._timing import lower_chain, lower_products, random_operands, time_per_call
-from ._products import make_problem, PRODUCTS
+from ._products import kernel_problem, PRODUCTS
 
 
 PRODUCT_NAMES = dict(zip(PRODUCTS, ("forward", "lhs_grad", "rhs_grad"), strict=True))
@@ -142,16 +142,7 @@ def _cases(
             shape,
             dtype,
             product,
-            make_problem(
-                product,
-                *shape,
-                dtype=dtype,
-                out_dtype=None,
-                layout=layout,
-                precision="default",
-                device=device,
-                implementation="mosaic",
-            ),
+            kernel_problem(product, shape, dtype=dtype, device=device, layout=layout),
         )
         for shape in shapes
         for dtype in dtypes

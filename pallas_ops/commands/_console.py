@@ -79,6 +79,35 @@ def told_warnings(told: list[str]) -> Iterator[None]:
             )
 
 
+def read_triples(noun: str, axes: str, example: str) -> Callable:
+    """The callback of an option that may be given several times, each with three sizes.
+
+    **Arguments:**
+
+    - `noun`, `axes`, `example`: what a value is, and how it is written, for the error.
+    """
+
+    def read(
+        ctx: click.Context, parameter: click.Parameter, values: tuple[str, ...]
+    ) -> list[tuple[int, int, int]]:
+        triples = []
+        for value in values:
+            parts = [part.strip() for part in value.split(",")]
+            if len(parts) != 3 or not all(part.isdecimal() and int(part) > 0 for part in parts):
+                raise click.BadParameter(
+                    f"{value!r} is no {noun}: expected {axes} of positive numbers, such as "
+                    f"{example}."
+                )
+            first, second, third = map(int, parts)
+            triples.append((first, second, third))
+        return triples
+
+    return read
+
+
+read_shapes = read_triples("shape", "M,K,N", "2048,4096,512")
+
+
 def default_platform() -> str:
     """The platform that JAX runs on here."""
     import jax

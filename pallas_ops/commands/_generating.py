@@ -8,7 +8,7 @@ from ..compiler import CompilePool, Judgement
 from ..tiles import candidates, Entry, TileProblem
 from ..tiles._compiler import compiler_entry
 from ..tiles._ranking import rank
-from ._products import make_problem, PRODUCTS
+from ._products import kernel_problem, PRODUCTS
 from ._shapes import PROJECTIONS, ROWS, SQUARES
 from ._tuning import one_for_each_entry
 
@@ -22,16 +22,7 @@ def shipped_problems(device: str, dtypes: Iterable[str] = ("bfloat16", "float32"
     """Every problem that a table of one generation answers, of a layer's three products."""
     shapes = [(rows, one.k, one.n) for one in PROJECTIONS for rows in ROWS]
     problems = [
-        make_problem(
-            product,
-            *shape,
-            dtype=dtype,
-            out_dtype=None,
-            layout="NT",
-            precision="default",
-            device=device,
-            implementation="mosaic",
-        )
+        kernel_problem(product, shape, dtype=dtype, device=device)
         for dtype in dtypes
         for shape in (*shapes, *((size, size, size) for size in SQUARES))
         for product in PRODUCTS

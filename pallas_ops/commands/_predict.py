@@ -9,27 +9,13 @@ from ._console import (
     make_console,
     print_json,
     problem_options,
+    read_triples,
     readable,
 )
 
 
 if TYPE_CHECKING:
     from ._predicting import Report
-
-
-def _read_tile(
-    ctx: click.Context, parameter: click.Parameter, values: tuple[str, ...]
-) -> list[tuple[int, int, int]]:
-    tiles = []
-    for value in values:
-        parts = value.split(",")
-        if len(parts) != 3 or not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-            raise click.BadParameter(
-                f"{value!r} is no tile: expected block_m,block_k,block_n, such as 512,1024,1024."
-            )
-        m, k, n = map(int, parts)
-        tiles.append((m, k, n))
-    return tiles
 
 
 @click.command("predict")
@@ -50,7 +36,7 @@ def _read_tile(
     "tiles",
     metavar="BM,BK,BN",
     multiple=True,
-    callback=_read_tile,
+    callback=read_triples("tile", "block_m,block_k,block_n", "512,1024,1024"),
     help="A tile to judge; may be given several times. Without it, the best of the candidates.",
 )
 @click.option(

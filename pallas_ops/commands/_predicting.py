@@ -12,7 +12,6 @@ from ..compiler import (
     judge,
     Judgement,
     roofline_seconds,
-    Verdict,
     xla_seconds,
 )
 from ..tiles import (
@@ -184,10 +183,9 @@ def report(
         named = list(tile_candidates(problem, most=candidates))
     named = list(dict.fromkeys(named))
     asked = [tile for tile in named if why_not_compiled(problem, tile) is None]
-    xla: list[Verdict | None] = []
     with CompilePool() as pool:
         judged = judge([compile_job(problem, tile) for tile in asked], pool)
-        xla = pool.ask([CompileJob(problem.matmul, problem.device)])
+        (xla,) = pool.ask([CompileJob(problem.matmul, problem.device)])
     by_tile = dict(zip(asked, judged, strict=True))
     rows = [_row(problem, tile, by_tile.get(tile)) for tile in named]
 
@@ -201,7 +199,7 @@ def report(
         rows=tuple(sorted(rows, key=place)),
         calibrated=chip(problem.device).calibrated,
         roofline_seconds=roofline_seconds(problem.matmul, chip(problem.device)),
-        xla_seconds=None if xla[0] is None else xla_seconds(xla[0], chip(problem.device)),
+        xla_seconds=None if xla is None else xla_seconds(xla, chip(problem.device)),
         libtpu=libtpu_name(),
         no_compiler=unavailable[0] if unavailable else None,
     )

@@ -30,6 +30,22 @@ def device_name(device: str | None, platform: str) -> str | None:
     return kind if generation is None else generation.name
 
 
+def kernel_problem(
+    product: str, shape: tuple[int, int, int], *, dtype: str, device: str, layout: str = "NT"
+) -> TileProblem:
+    """`make_problem` for the kernel on a TPU, of one dtype and at the default precision."""
+    return make_problem(
+        product,
+        *shape,
+        dtype=dtype,
+        out_dtype=None,
+        layout=layout,
+        precision="default",
+        device=device,
+        implementation="mosaic",
+    )
+
+
 def make_problem(
     product: str,
     m: int,

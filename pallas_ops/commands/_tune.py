@@ -15,6 +15,7 @@ from ._console import (
     make_console,
     print_json,
     problem_options,
+    read_shapes,
     readable,
     TUNE_BUDGET_SECONDS,
     TUNE_CANDIDATES,
@@ -31,21 +32,6 @@ if TYPE_CHECKING:
 _PRODUCTS = ("forward", "lhs_cotangent", "rhs_cotangent")
 
 
-def _read_shape(
-    ctx: click.Context, parameter: click.Parameter, values: tuple[str, ...]
-) -> list[tuple[int, int, int]]:
-    shapes = []
-    for value in values:
-        parts = value.split(",")
-        if len(parts) != 3 or not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-            raise click.BadParameter(
-                f"{value!r} is no shape: expected M,K,N of positive numbers, such as 2048,4096,512."
-            )
-        m, k, n = map(int, parts)
-        shapes.append((m, k, n))
-    return shapes
-
-
 @click.command("tune")
 @click.argument("sizes", metavar="[M K N]", nargs=-1, type=click.IntRange(min=1))
 @click.option(
@@ -53,7 +39,7 @@ def _read_shape(
     "shapes",
     metavar="M,K,N",
     multiple=True,
-    callback=_read_shape,
+    callback=read_shapes,
     help="One more shape; may be given several times.",
 )
 @click.option(

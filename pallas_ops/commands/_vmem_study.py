@@ -9,7 +9,7 @@ from ..tiles import candidates, estimate_vmem_bytes, TileConfig, TileProblem, wh
 from ..tiles._candidates import candidate_budget_bytes
 from ..tiles._ranking import compile_job
 from ..tiles._vmem import scoped_vmem_limit_bytes
-from ._products import make_problem, PRODUCTS
+from ._products import kernel_problem, PRODUCTS
 
 
 SHAPES = ((4096, 4096, 4096), (2048, 1536, 8960))
@@ -128,16 +128,7 @@ def study(device: str, *, tiles: int = 72) -> Study:
     - `tiles`: how many, over all problems.
     """
     problems = [
-        make_problem(
-            product,
-            *shape,
-            dtype="bfloat16",
-            out_dtype=None,
-            layout="NT",
-            precision="default",
-            device=device,
-            implementation="mosaic",
-        )
+        kernel_problem(product, shape, dtype="bfloat16", device=device)
         for shape in SHAPES
         for product in PRODUCTS
     ]

@@ -5,19 +5,14 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 
 import jax.numpy as jnp
-from jax import lax
 
-from ..kernels import kernel_precision, MatmulProblem
+from ..kernels import MatmulProblem, mxu_passes
 from ._chip import Chip, chip
 from ._jobs import CompileJob, Verdict
 from ._model import predict, Prediction
 from ._pool import CompilePool
 from ._schedule import KernelSchedule, StepCost
 from ._stand_in import stand_in
-
-
-# How many passes of bfloat16 the MXU makes for operands of float32.
-_PASSES = {lax.Precision.DEFAULT: 1, lax.Precision.HIGH: 3, lax.Precision.HIGHEST: 6}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +40,7 @@ class Judgement:
 def peak_operations_per_second(problem: MatmulProblem, chip: Chip) -> float:
     """What one TensorCore's MXUs do at most for these dtypes and this precision."""
     narrow = problem.lhs_dtype == jnp.int8 and problem.rhs_dtype == jnp.int8
-    rate = chip.rates[32] if narrow else chip.rates[16] / _PASSES[kernel_precision(problem)]
+    rate = chip.rates[32] if narrow else chip.rates[16] / mxu_passes(problem)
     return 2 * chip.num_mxus * chip.mxu_size**2 * rate * chip.clock_hertz
 
 

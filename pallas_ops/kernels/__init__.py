@@ -3,6 +3,7 @@ from ._pallas import (
     kernel_name as kernel_name,
     kernel_precision as kernel_precision,
     KERNEL_VERSION as KERNEL_VERSION,
+    mxu_passes as mxu_passes,
     pallas_matmul as pallas_matmul,
 )
 from ._problem import (

@@ -34,6 +34,15 @@ def kernel_precision(problem: MatmulProblem) -> lax.Precision:
     return problem.precision
 
 
+# How many passes of bfloat16 the MXU makes for operands of float32.
+_PASSES = {lax.Precision.DEFAULT: 1, lax.Precision.HIGH: 3, lax.Precision.HIGHEST: 6}
+
+
+def mxu_passes(problem: MatmulProblem) -> int:
+    """How many times the MXU goes through the operands, at the precision that the kernel has."""
+    return _PASSES[kernel_precision(problem)]
+
+
 def is_matrix_vector(problem: MatmulProblem) -> bool:
     """Whether Pallas would take the product for one of a matrix and a vector, and lower it wrongly.
 

@@ -6,9 +6,9 @@ import math
 import numpy as np
 
 from .._hardware import find_generation
-from ..kernels import kernel_precision
+from ..kernels import mxu_passes
 from ._config import block_granules, TileConfig
-from ._estimate import estimate_seconds, PASSES
+from ._estimate import estimate_seconds
 from ._legal import balanced_block
 from ._problem import TileProblem
 from ._static import estimated_tile
@@ -60,7 +60,7 @@ def candidates(problem: TileProblem, *, most: int = 64) -> tuple[TileConfig, ...
             (matmul.m, matmul.k, matmul.n), block_granules(matmul), strict=True
         )
     )
-    most_per_step = _MOST_PER_STEP // PASSES[kernel_precision(matmul)]
+    most_per_step = _MOST_PER_STEP // mxu_passes(matmul)
     if np.dtype(np.float32) in (matmul.lhs_dtype, matmul.rhs_dtype):
         most_per_step //= 2
     budget, safe = _budget_bytes(problem), estimated_tile(problem)

@@ -3,11 +3,10 @@
 import math
 
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
 from .._hardware import find_generation, GENERATIONS
-from ..kernels import kernel_precision, MatmulProblem
+from ..kernels import MatmulProblem, mxu_passes
 from ._config import TileConfig
 from ._problem import TileProblem
 
@@ -24,14 +23,11 @@ _DMA_LATENCY_SECONDS = 0.5e-6
 _CYCLES_PER_ACCUMULATED_REGISTER = 0.5
 _REGISTER_ENTRIES = 8 * 128
 
-# How many passes of bfloat16 the MXU makes for float32 operands.
-PASSES = {lax.Precision.DEFAULT: 1, lax.Precision.HIGH: 3, lax.Precision.HIGHEST: 6}
-
 
 def _mxu_operations_per_second(problem: MatmulProblem, info: pltpu.TpuInfo) -> float:
     if problem.lhs_dtype == jnp.int8 and info.int8_ops_per_second:
         return float(info.int8_ops_per_second)
-    return info.bf16_ops_per_second / PASSES[kernel_precision(problem)]
+    return info.bf16_ops_per_second / mxu_passes(problem)
 
 
 def estimate_seconds(problem: TileProblem, tile: TileConfig) -> float:
