@@ -200,7 +200,7 @@ def _print_rows(rows: "list[Row]", device: str) -> None:
         console.print(f"UNCALIBRATED: no timings of a {device} were compared with the model.")
     console.print(
         f"Predicted for a {device}, not measured: schedules of {libtpu_name()}, read by a model. "
-        f"XLA's is its own estimate, or the time of its transfers if that is longer."
+        f"So is XLA's, but where its note says otherwise: --json, --csv."
     )
 
 

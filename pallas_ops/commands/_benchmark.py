@@ -17,7 +17,7 @@ from ..compiler import (
     judge,
     roofline_seconds,
     Verdict,
-    xla_seconds,
+    xla_time,
 )
 from ..kernels import xla_matmul
 from ..tiles import CachedResolver, candidates, TileConfig, TileProblem, vmem_limit_bytes
@@ -231,26 +231,32 @@ def _predicted(case: _Case, pool: CompilePool, search: bool) -> list[Row]:
     return [*rows, _xla_row(case, verdict)]
 
 
-def _xla_row(case: _Case, verdict: Verdict | None) -> Row:
-    """XLA's own estimate, or what its transfers take if that is longer.
+# Where the time of XLA's dot comes from, by `XlaTime.source`.
+_XLA_NOTES = {
+    "schedule": "its schedule, by the same model",
+    "estimate": "XLA's own estimate: its schedule could not be read",
+    "transfers": "its transfers, at full bandwidth",
+}
 
-    XLA's estimate is of the multiplication alone: what it copied to VMEM beforehand is not in it.
-    """
+
+def _xla_row(case: _Case, verdict: Verdict | None) -> Row:
+    """XLA's own dot."""
     device = case.problem.device
     assert device is not None
-    on = chip(device)
-    estimate = None if verdict is None else xla_seconds(verdict, on)
-    if estimate is None:
-        note = (
-            "XLA's program carries no cycles"
-            if verdict is None or verdict.compiles
-            else (verdict.error or "")
-        )
+    found = None if verdict is None else xla_time(case.problem.matmul, verdict, chip(device))
+    if verdict is None or found is None:
+        error = None if verdict is None else verdict.error
+        note = error or "XLA's program carries no cycles"
         return case.row("xla", "predicted", tile=None, seconds=None, note=note)
-    transfers = case.problem.matmul.bytes_accessed / on.bytes_per_second
-    note = "XLA's own estimate" if estimate >= transfers else "its transfers, at full bandwidth"
-    seconds = max(estimate, transfers)
-    return case.row("xla", "predicted", tile=None, seconds=seconds, note=note)
+    loop = None if verdict.xla_schedule is None else verdict.xla_schedule.loop
+    return case.row(
+        "xla",
+        "predicted",
+        tile=None,
+        seconds=found.seconds,
+        static_mxu_use=None if loop is None else loop.middle.mxu_use,
+        note=_XLA_NOTES[found.source],
+    )
 
 
 def measured_rows(

@@ -65,9 +65,9 @@ def plot_report(found: "Report", file: str) -> None:
         label="tiles, predicted",
     )
     roof.scatter([least], [peak], marker="*", s=120, label="this product at the roofline")
-    if found.xla_seconds is not None:
-        xla = problem.matmul.flops / found.xla_seconds / 1e12
-        roof.scatter([least], [xla], marker="x", label="XLA's own estimate")
+    if found.xla is not None:
+        xla = problem.matmul.flops / found.xla.seconds / 1e12
+        roof.scatter([least], [xla], marker="x", label="XLA's own dot, predicted")
     roof.set(xlabel="operations for each byte of HBM", ylabel="TFLOP/s")
     roof.legend()
 

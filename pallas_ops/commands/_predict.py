@@ -15,6 +15,8 @@ from ._console import (
 
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from ._predicting import Report
 
 
@@ -157,12 +159,25 @@ def _print(found: "Report", best: int | None) -> None:
     console.print(
         f"Roofline             {found.roofline_seconds * 1e6:.1f} us, by JAX's hardware table"
     )
-    if found.xla_seconds is not None:
-        console.print(
-            f"XLA's own estimate   {found.xla_seconds * 1e6:.1f} us for its dot, in this run. It "
-            f"leaves out what it moves to VMEM beforehand."
-        )
-    elif found.no_compiler is None:
-        console.print("XLA's own estimate   none: its program of this product carries no cycles")
     if found.no_compiler is None:
+        _print_xla(found, console)
         console.print(f"\nPredicted, not measured: schedules of {found.libtpu}, read by a model.")
+
+
+_XLA_SOURCES = {
+    "schedule": "by its schedule and the same model",
+    "estimate": "by that estimate: its schedule could not be read",
+    "transfers": "the time of its transfers, which is longer than its schedule or estimate says",
+}
+
+
+def _print_xla(found: "Report", console: "Console") -> None:
+    if found.xla_estimate_seconds is None:
+        console.print("XLA's own estimate   none: its program of this product carries no cycles")
+    else:
+        estimate = found.xla_estimate_seconds * 1e6
+        console.print(f"XLA's own estimate   {estimate:.1f} us for its dot, in this run")
+    if found.xla is not None:
+        time, source = found.xla.seconds * 1e6, _XLA_SOURCES[found.xla.source]
+        console.print(f"XLA's dot            {time:.1f} us, {source}")
+    console.print("Neither counts what XLA moves to VMEM beforehand.")

@@ -12,7 +12,9 @@ from ..compiler import (
     judge,
     Judgement,
     roofline_seconds,
-    xla_seconds,
+    xla_estimate_seconds,
+    xla_time,
+    XlaTime,
 )
 from ..tiles import (
     candidates as tile_candidates,
@@ -26,6 +28,10 @@ from ..tiles import (
 )
 from ..tiles._ranking import compile_job
 from ..tiles._vmem import scoped_vmem_limit_bytes
+
+
+def _microseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds * 1e6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,10 +79,10 @@ class Row:
             "vmem_limit_bytes": self.vmem_limit_bytes,
             "static_mxu_use": self.static_mxu_use,
             "spills": self.spills,
-            "predicted_us": None if self.seconds is None else self.seconds * 1e6,
+            "predicted_us": _microseconds(self.seconds),
             "tflops": self.tflops,
             "bound": self.bound,
-            "analytic_us": None if self.analytic_seconds is None else self.analytic_seconds * 1e6,
+            "analytic_us": _microseconds(self.analytic_seconds),
         }
 
 
@@ -90,7 +96,8 @@ class Report:
     - `rows`: the tiles, fastest first, then those without a time.
     - `calibrated`: whether the model was compared with timings of this TPU.
     - `roofline_seconds`: the least that the chip could take.
-    - `xla_seconds`: XLA's own estimate of its dot.
+    - `xla_estimate_seconds`: XLA's own estimate of its dot.
+    - `xla`: the time of XLA's dot, by the model that predicts the tiles where it can.
     - `libtpu`: which compiler.
     - `no_compiler`: why there is none.
     """
@@ -99,7 +106,8 @@ class Report:
     rows: tuple[Row, ...]
     calibrated: bool
     roofline_seconds: float
-    xla_seconds: float | None
+    xla_estimate_seconds: float | None
+    xla: XlaTime | None
     libtpu: str
     no_compiler: str | None = None
 
@@ -119,7 +127,9 @@ class Report:
             "libtpu": self.libtpu,
             "no_compiler": self.no_compiler,
             "roofline_us": self.roofline_seconds * 1e6,
-            "xla_estimate_us": None if self.xla_seconds is None else self.xla_seconds * 1e6,
+            "xla_estimate_us": _microseconds(self.xla_estimate_seconds),
+            "xla_us": None if self.xla is None else _microseconds(self.xla.seconds),
+            "xla_source": None if self.xla is None else self.xla.source,
             "tiles": [row.as_json() for row in self.rows[:best]],
         }
 
@@ -193,13 +203,15 @@ def report(
         seconds = row.seconds if row.seconds is not None else row.analytic_seconds
         return row.seconds is None, float("inf") if seconds is None else seconds
 
+    on = chip(problem.device)
     unavailable = [one.verdict.error for one in judged if one and one.verdict.unavailable]
     return Report(
         problem=problem,
         rows=tuple(sorted(rows, key=place)),
-        calibrated=chip(problem.device).calibrated,
-        roofline_seconds=roofline_seconds(problem.matmul, chip(problem.device)),
-        xla_seconds=None if xla is None else xla_seconds(xla, chip(problem.device)),
+        calibrated=on.calibrated,
+        roofline_seconds=roofline_seconds(problem.matmul, on),
+        xla_estimate_seconds=None if xla is None else xla_estimate_seconds(xla, on),
+        xla=None if xla is None else xla_time(problem.matmul, xla, on),
         libtpu=libtpu_name(),
         no_compiler=unavailable[0] if unavailable else None,
     )

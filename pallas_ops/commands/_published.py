@@ -18,7 +18,7 @@ from ..compiler import (
     predict,
     roofline_seconds,
     Verdict,
-    xla_seconds,
+    xla_time,
 )
 from ..kernels import MatmulProblem
 from ..tiles import TileConfig, TileProblem, vmem_limit_bytes
@@ -112,9 +112,9 @@ Model = Callable[[Published, Verdict], float]
 def our_model(on: Chip) -> Model:
     def seconds(row: Published, verdict: Verdict) -> float:
         if row.blocks is None:
-            estimate = xla_seconds(verdict, on)
-            assert estimate is not None
-            return estimate
+            xla = xla_time(row.problem, verdict, on)
+            assert xla is not None
+            return xla.seconds
         assert verdict.schedule is not None
         return predict(row.problem, row.blocks, verdict.schedule, on).seconds
 

@@ -6,7 +6,9 @@ from ._judge import (
     lower_bound_seconds as lower_bound_seconds,
     peak_operations_per_second as peak_operations_per_second,
     roofline_seconds as roofline_seconds,
-    xla_seconds as xla_seconds,
+    xla_estimate_seconds as xla_estimate_seconds,
+    xla_time as xla_time,
+    XlaTime as XlaTime,
 )
 from ._model import predict as predict, Prediction as Prediction
 from ._pool import CompilePool as CompilePool, kept_pool as kept_pool

@@ -23,6 +23,7 @@ class Chip:
     - `num_mxus`, `mxu_size`: how many MXUs there are, and the rows and columns of each.
     - `rows_per_cycle`: how many rows of bfloat16 or float32 an MXU takes in a cycle.
     - `narrow_factor`: how many times faster it takes those of 8 bits.
+    - `multiplies_int8`: whether it takes int8 at all; where not, the compiler multiplies bfloat16.
     - `dma_latency_seconds`: how long after its issue a transfer begins to arrive.
     - `calibrated`: whether the model was compared with measurements on this generation.
     """
@@ -34,6 +35,7 @@ class Chip:
     mxu_size: int
     rows_per_cycle: float
     narrow_factor: float
+    multiplies_int8: bool
     dma_latency_seconds: float
     calibrated: bool
 
@@ -64,6 +66,7 @@ def chip(device: str, *, dma_latency_seconds: float = DMA_LATENCY_SECONDS) -> Ch
         mxu_size=info.mxu_column_size,
         rows_per_cycle=rows_per_cycle,
         narrow_factor=narrow / info.bf16_ops_per_second,
+        multiplies_int8=info.int8_ops_per_second > 0,
         dma_latency_seconds=dma_latency_seconds,
         calibrated=generation.is_calibrated,
     )

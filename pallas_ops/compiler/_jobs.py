@@ -4,6 +4,7 @@ import dataclasses
 
 from ..kernels import MatmulProblem
 from ._schedule import KernelSchedule
+from ._xla import XlaSchedule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Verdict:
     - `schedule`: of our kernel; `None` where it does not compile or cannot be read.
     - `schedule_error`: why it cannot be read.
     - `xla_cycles`: XLA's own estimate of its program, in cycles; it gives none for our kernel.
+    - `xla_schedule`: of XLA's own dot; `None` for our kernel, or where it cannot be read.
     - `transient`: whether the answer says nothing about the program: a worker was lost, a time
         limit or a full disk was met.
     - `unavailable`: whether there is no compiler to ask.
@@ -48,5 +50,6 @@ class Verdict:
     schedule: KernelSchedule | None = None
     schedule_error: str | None = None
     xla_cycles: int | None = None
+    xla_schedule: XlaSchedule | None = None
     transient: bool = False
     unavailable: bool = False

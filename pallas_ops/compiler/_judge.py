@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from ..kernels import MatmulProblem, mxu_passes
 from ._chip import Chip, chip
 from ._jobs import CompileJob, Verdict
-from ._model import predict, Prediction
+from ._model import predict, predict_xla, Prediction
 from ._pool import CompilePool
 from ._schedule import KernelSchedule, StepCost
 from ._stand_in import stand_in
@@ -40,7 +40,8 @@ class Judgement:
 def peak_operations_per_second(problem: MatmulProblem, chip: Chip) -> float:
     """What one TensorCore's MXUs do at most for these dtypes and this precision."""
     narrow = problem.lhs_dtype == jnp.int8 and problem.rhs_dtype == jnp.int8
-    rate = chip.rates[32] if narrow else chip.rates[16] / mxu_passes(problem)
+    native = narrow and chip.multiplies_int8
+    rate = chip.rates[32] if native else chip.rates[16] / mxu_passes(problem)
     return 2 * chip.num_mxus * chip.mxu_size**2 * rate * chip.clock_hertz
 
 
@@ -60,7 +61,7 @@ def lower_bound_seconds(problem: MatmulProblem, blocks: tuple[int, int, int], ch
     filled = m * k * -(-n // chip.mxu_size) * chip.mxu_size
     rate = peak_operations_per_second(problem, chip) / (2 * chip.clock_hertz)
     cycles = math.floor(filled / rate)
-    step = StepCost(cycles, cycles, cycles, 1, 0, 0, 0)
+    step = StepCost(cycles, cycles, cycles, 0, 0, 0, 0, 0)
     ideal = KernelSchedule(step, step, step, 0, 0, cycles)
     return predict(problem, blocks, ideal, chip).seconds
 
@@ -134,6 +135,38 @@ def judge(
     return [judged.get(job) for job in jobs]
 
 
-def xla_seconds(verdict: Verdict, chip: Chip) -> float | None:
+@dataclasses.dataclass(frozen=True)
+class XlaTime:
+    """The time of XLA's own dot, to compare a kernel's with.
+
+    **Arguments:**
+
+    - `seconds`: of one call, without dispatch.
+    - `source`: `"schedule"`, where its schedule could be read: then the same model made both times;
+        `"estimate"`, where it could not: XLA's own; `"transfers"`, where moving operands and result
+        once takes longer than either says.
+    """
+
+    seconds: float
+    source: str
+
+
+def xla_time(problem: MatmulProblem, verdict: Verdict, chip: Chip) -> XlaTime | None:
+    """The time of XLA's own dot; `None` where there is neither a schedule nor an estimate.
+
+    Schedule and estimate leave out what XLA copied to VMEM beforehand, hence the third bound.
+    """
+    if verdict.xla_schedule is not None:
+        found = XlaTime(predict_xla(problem, verdict.xla_schedule, chip), "schedule")
+    else:
+        estimate = xla_estimate_seconds(verdict, chip)
+        if estimate is None:
+            return None
+        found = XlaTime(estimate, "estimate")
+    transfers = XlaTime(problem.bytes_accessed / chip.bytes_per_second, "transfers")
+    return max(found, transfers, key=lambda time: time.seconds)
+
+
+def xla_estimate_seconds(verdict: Verdict, chip: Chip) -> float | None:
     """XLA's own estimate of the time of its dot; `None` where it gives none."""
     return None if verdict.xla_cycles is None else verdict.xla_cycles / chip.clock_hertz

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from ..kernels import MatmulProblem
 from ._chip import Chip
 from ._schedule import KernelSchedule
+from ._xla import XlaSchedule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +65,11 @@ class _Grid:
     """The steps of one kernel's grid, in order: batch, m, n, and innermost what is summed."""
 
     def __init__(
-        self, problem: MatmulProblem, blocks: tuple[int, int, int], schedule: KernelSchedule
+        self,
+        problem: MatmulProblem,
+        blocks: tuple[int, int, int],
+        schedule: KernelSchedule,
+        in_hbm: tuple[bool, bool],
     ):
         self.problem, self.blocks, self.schedule = problem, blocks, schedule
         self.sizes = (problem.m, problem.k, problem.n)
@@ -73,6 +78,8 @@ class _Grid:
         roles = list(zip(problem.leading_shape, problem.sum_leading, strict=True))
         self.batches = math.prod(size for size, summed in roles if not summed)
         self.reductions = self.k_steps * math.prod(size for size, summed in roles if summed)
+        # Out of HBM: an operand that was copied to VMEM beforehand is not fetched.
+        self.in_hbm = in_hbm
         # An operand that is shared by the whole batch stays where its place does.
         self.lhs_moves = any(size > 1 for size in problem.lhs_shape[:-2])
         self.rhs_moves = any(size > 1 for size in problem.rhs_shape[:-2])
@@ -85,11 +92,15 @@ class _Grid:
         return min(self.blocks[axis], self.sizes[axis] - step * self.blocks[axis])
 
     def lhs_bytes(self, m: int, k: int) -> int:
+        if not self.in_hbm[0]:
+            return 0
         shape = (self._size(0, m), self._size(1, k))
         shape = shape[::-1] if self.problem.transpose_lhs else shape
         return _padded_bytes(*shape, self.problem.lhs_dtype.itemsize)
 
     def rhs_bytes(self, k: int, n: int) -> int:
+        if not self.in_hbm[1]:
+            return 0
         shape = (self._size(1, k), self._size(2, n))
         shape = shape[::-1] if self.problem.transpose_rhs else shape
         return _padded_bytes(*shape, self.problem.rhs_dtype.itemsize)
@@ -198,7 +209,12 @@ def _same(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
 
 
 def predict(
-    problem: MatmulProblem, blocks: tuple[int, int, int], schedule: KernelSchedule, chip: Chip
+    problem: MatmulProblem,
+    blocks: tuple[int, int, int],
+    schedule: KernelSchedule,
+    chip: Chip,
+    *,
+    in_hbm: tuple[bool, bool] = (True, True),
 ) -> Prediction:
     """Simulates the grid step by step, with two buffers for each block.
 
@@ -212,8 +228,9 @@ def predict(
     - `problem`, `blocks`: the kernel.
     - `schedule`: what the compiler made of it.
     - `chip`: where it runs.
+    - `in_hbm`: whether lhs, and rhs, is fetched from HBM, and not in VMEM already.
     """
-    grid = _Grid(problem, blocks, schedule)
+    grid = _Grid(problem, blocks, schedule, in_hbm)
     pipeline = _Pipeline(
         bytes_per_cycle=chip.bytes_per_second / chip.clock_hertz,
         latency=chip.dma_latency_seconds * chip.clock_hertz,
@@ -253,3 +270,27 @@ def predict(
         hbm_bytes=pipeline.moved,
         steps=grid.steps,
     )
+
+
+def predict_xla(problem: MatmulProblem, xla: XlaSchedule, chip: Chip) -> float:
+    """The seconds of XLA's own dot, by the same simulation.
+
+    Its loop runs over n, then m, then k, and is simulated as that of the transposed product. What
+    was copied to VMEM beforehand is there, and took no time: XLA does so before the program begins,
+    where it can.
+    """
+    other = xla.other_cycles / chip.clock_hertz
+    if xla.blocks is None or xla.loop is None:
+        return other
+    transposed = dataclasses.replace(
+        problem,
+        lhs_shape=problem.rhs_shape,
+        rhs_shape=problem.lhs_shape,
+        lhs_dtype=problem.rhs_dtype,
+        rhs_dtype=problem.lhs_dtype,
+        transpose_lhs=not problem.transpose_rhs,
+        transpose_rhs=not problem.transpose_lhs,
+    )
+    in_hbm = (not xla.rhs_in_vmem, not xla.lhs_in_vmem)
+    blocks = (xla.blocks[2], xla.blocks[1], xla.blocks[0])
+    return other + predict(transposed, blocks, xla.loop, chip, in_hbm=in_hbm).seconds

@@ -19,12 +19,14 @@ class StepCost:
     - `bundles`: how many bundles it issues: as many cycles, if none of them waits.
     - `cycles`: the same with the cycles that bundles wait until their MXU is free.
     - `mxu_cycles`: in how many of them the busiest MXU takes rows.
+    - `rows`: how many all MXUs take together.
     - `matmuls`, `weight_pushes`, `transposes`, `spills`: operations of each kind, see `Bundle`.
     """
 
     bundles: int
     cycles: int
     mxu_cycles: int
+    rows: int
     matmuls: int
     weight_pushes: int
     transposes: int
@@ -46,6 +48,7 @@ class KernelSchedule:
         where that takes one step.
     - `prologue_bundles`, `epilogue_bundles`: what runs once before and after the loop.
     - `bundles`: all bundles of the kernel.
+    - `inner_loops`: how many loops there are inside the one over the grid.
     """
 
     first: StepCost
@@ -54,6 +57,7 @@ class KernelSchedule:
     prologue_bundles: int
     epilogue_bundles: int
     bundles: int
+    inner_loops: int = 0
 
 
 def read_schedule(
@@ -97,6 +101,7 @@ def read_schedule(
         prologue_bundles=start,
         epilogue_bundles=len(bundles) - end,
         bundles=len(bundles),
+        inner_loops=len(copies),
     )
 
 
@@ -193,6 +198,7 @@ def _cost(program: Program, path: list[int], rows_per_cycle: dict[int, float]) -
         bundles=len(path),
         cycles=round(now),
         mxu_cycles=round(max(busy.values(), default=0.0)),
+        rows=sum(rows for bundle in bundles for _, rows in bundle.matmuls),
         matmuls=sum(len(bundle.matmuls) for bundle in bundles),
         weight_pushes=sum(bundle.weight_pushes for bundle in bundles),
         transposes=sum(bundle.transposes for bundle in bundles),

@@ -12,6 +12,8 @@ import pickle
 import re
 import shutil
 import sys
+from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 from jax.experimental.layout import Format, Layout
@@ -24,6 +26,10 @@ from ._chip import chip
 from ._jobs import CompileJob, Verdict
 from ._schedule import KernelSchedule, read_schedule
 from ._topology import compile_only_device, CompilerUnavailableError
+from ._xla import estimated_cycles, read_xla
+
+
+Schedule = TypeVar("Schedule")
 
 
 def main() -> None:
@@ -77,20 +83,19 @@ def answer(job: CompileJob, folder: pathlib.Path) -> Verdict:
     finally:
         jax.clear_caches()
     if job.blocks is None:
-        return Verdict(True, xla_cycles=estimated_cycles(compiled.as_text() or ""))
-    schedule, schedule_error, transient = None, None, False
-    try:
-        schedule = find_schedule(folder, job)
-        # A product with one vector is summed without an MXU.
-        if not schedule.middle.matmuls and 1 not in (problem.m, problem.n):
-            raise UnreadableScheduleError("it holds no matrix multiplication that was recognised")
-    except UnreadableScheduleError as error:
-        schedule = None
-        schedule_error = f"the schedule that this libtpu wrote cannot be read: {error}"
-    except OSError as error:
-        schedule_error, transient = f"no schedule could be read: {error.strerror}", True
-    if schedule is None and _is_full(folder):
-        schedule_error, transient = f"no schedule was written: {folder.parent} is full", True
+        text = compiled.as_text() or ""
+        xla, schedule_error, transient = _read(
+            lambda: read_xla(text, folder, job.problem, chip(job.device)), folder
+        )
+        clear(folder)
+        return Verdict(
+            True,
+            schedule_error=schedule_error,
+            xla_cycles=estimated_cycles(text),
+            xla_schedule=xla,
+            transient=transient,
+        )
+    schedule, schedule_error, transient = _read(lambda: find_schedule(folder, job), folder)
     verdict = Verdict(
         True,
         vmem_bytes=vmem_of_report(folder),
@@ -100,6 +105,21 @@ def answer(job: CompileJob, folder: pathlib.Path) -> Verdict:
     )
     clear(folder)
     return verdict
+
+
+def _read(
+    read: Callable[[], Schedule], folder: pathlib.Path
+) -> tuple[Schedule | None, str | None, bool]:
+    """A schedule; or why it cannot be read, and whether that says nothing about the program."""
+    try:
+        return read(), None, False
+    except UnreadableScheduleError as error:
+        reason, transient = f"the schedule that this libtpu wrote cannot be read: {error}", False
+    except OSError as error:
+        reason, transient = f"no schedule could be read: {error.strerror}", True
+    if _is_full(folder):
+        reason, transient = f"no schedule was written: {folder.parent} is full", True
+    return None, reason, transient
 
 
 def by_rows(rank: int, device: str) -> Format:
@@ -151,7 +171,11 @@ def find_schedule(folder: pathlib.Path, job: CompileJob) -> KernelSchedule:
     sizes = [*(size for size, is_summed in summed if is_summed), -(-problem.k // block_k)]
     last_steps = frozenset(size - 1 for size in sizes if size > 1)
     program = read_program((folder / found[0]).read_text(errors="replace"))
-    return read_schedule(program, chip(job.device).rates, last_steps)
+    schedule = read_schedule(program, chip(job.device).rates, last_steps)
+    # A product with one vector is summed without an MXU.
+    if not schedule.middle.matmuls and 1 not in (problem.m, problem.n):
+        raise UnreadableScheduleError("it holds no matrix multiplication that was recognised")
+    return schedule
 
 
 def one_line(error: BaseException) -> str:
@@ -185,12 +209,6 @@ def vmem_of_report(folder: pathlib.Path) -> int | None:
         except (ValueError, KeyError, TypeError, AttributeError):
             return None
     return most
-
-
-def estimated_cycles(text: str) -> int | None:
-    """XLA's own estimate of a program: the sum over the operations that it gives one for."""
-    found = re.findall(r'"estimated_cycles":"(\d+)"', text)
-    return sum(map(int, found)) if found else None
 
 
 if __name__ == "__main__":

@@ -72,6 +72,8 @@ def test_named_tiles():
     assert found["kind"] == "predicted"
     assert found["roofline_us"] == pytest.approx(2 * 1024**3 / 197e12 * 1e6)
     assert found["xla_estimate_us"] > 0.9 * found["roofline_us"]
+    assert found["xla_source"] == "schedule"
+    assert found["roofline_us"] < found["xla_us"] < found["tiles"][1]["predicted_us"]
     # Best first, each once.
     first, second = found["tiles"]
     assert (first["block_m"], second["block_m"]) == (512, 128)
@@ -130,7 +132,7 @@ def test_a_schedule_that_cannot_be_read(answers):
     (tile,) = found["tiles"]
     assert (tile["compiles"], tile["error"]) == (True, "the schedule cannot be read")
     assert tile["predicted_us"] is None
-    assert found["xla_estimate_us"] is None
+    assert found["xla_estimate_us"] is found["xla_us"] is found["xla_source"] is None
 
 
 def test_without_a_compiler(answers):

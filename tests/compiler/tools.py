@@ -29,7 +29,7 @@ def job(m, k, n, blocks=None, device="v5e", **given):
 
 
 def step(cycles, mxu_cycles=0):
-    return StepCost(cycles, cycles, mxu_cycles, 1, 1, 0, 0)
+    return StepCost(cycles, cycles, mxu_cycles, mxu_cycles, 1, 1, 0, 0)
 
 
 def schedule(first, middle, last, mxu_cycles=0):
