@@ -1,6 +1,7 @@
 """`pallas-ops bench`: this package beside XLA, beside what others published, and what it costs."""
 
 import pathlib
+from collections.abc import Sequence
 from typing import Any, TYPE_CHECKING
 
 import click
@@ -16,9 +17,11 @@ from ._console import (
 
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from ._benchmark import Row
     from ._overhead import Overhead
-    from ._published import Comparison
+    from ._published import Comparison, Variant
 
 
 def _plot_option(function: Any) -> Any:
@@ -90,7 +93,7 @@ def command(
 
     Three providers for each product and its gradients: tiles of 128, the tile that this package
     chooses, and XLA. On a TPU they are measured. Elsewhere they are predicted: compiled by the TPU
-    compiler in libtpu, and read by the time model; XLA's is its own estimate.
+    compiler in libtpu, and read by the time model, XLA's own dot among them.
     """
     if ctx.invoked_subcommand is not None:
         return
@@ -205,7 +208,7 @@ def _print_rows(rows: "list[Row]", device: str) -> None:
 
 
 @command.command("published")
-@click.option("--fit", is_flag=True, help="Try other DMA latencies too: it is the fitted constant.")
+@click.option("--fit", is_flag=True, help="Try other constants too: the DMA latency is fitted.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @_plot_option
 def published(fit: bool, as_json: bool, plot: str | None) -> None:
@@ -217,10 +220,10 @@ def published(fit: bool, as_json: bool, plot: str | None) -> None:
         from ._plots import check_plotting
 
         check_plotting(plot)
-    from ._published import compare
+    from ._published import compare, LATENCIES
 
     try:
-        found = compare(latencies=[step * 1e-7 for step in range(9)] if fit else [])
+        found = compare(latencies=LATENCIES if fit else ())
     except RuntimeError as error:
         raise click.ClickException(str(error)) from error
     if plot is not None:
@@ -253,7 +256,7 @@ def _print_published(found: "Comparison") -> None:
             dispatch = ours.dispatch[source] * 1e6
             table.add_row()
             table.add_row("", "", f"{source}; dispatch fitted: {dispatch:.0f} us")
-        what = "XLA's own estimate" if row.blocks is None else "x".join(map(str, row.blocks))
+        what = "XLA's own dot" if row.blocks is None else "x".join(map(str, row.blocks))
         seconds = ours.predicted[index]
         table.add_row(
             str(row.problem.m),
@@ -274,13 +277,28 @@ def _print_published(found: "Comparison") -> None:
         table.add_row(one.name, f"{one.mean_error:.1%}", rank, f"{one.best_regret:.1%}")
     table.add_row("the biggest tile", "", "", f"{found.biggest_regret:.1%}")
     console.print(table)
-    if found.latencies:
-        console.print("DMA latency, and the mean error with it:")
-        for latency, error in found.latencies:
-            console.print(f"  {latency * 1e6:.2f} us  {error:.1%}")
+    _print_variants(found.variants, console)
     console.print(
         f"{counted(len(found.rows), 'published timing')} on a v5e. Predicted, not measured: "
         f"schedules of {libtpu_name()}, read by a model."
+    )
+
+
+def _print_variants(variants: "Sequence[Variant]", console: "Console") -> None:
+    if not variants:
+        return
+    console.print("DMA latency, and the mean error with it:")
+    for one in variants:
+        if (one.bandwidth, one.step_cycles) == (1.0, 0):
+            console.print(f"  {one.latency_seconds * 1e6:.2f} us  {one.mean_error:.1%}")
+    least = min(variants, key=lambda one: one.mean_error)
+    regrets = [one.best_regret for one in variants]
+    console.print(
+        f"Of {len(variants)} models, with other latencies, bandwidths and costs of a step, the "
+        f"least mean error is {least.mean_error:.1%}: a latency of "
+        f"{least.latency_seconds * 1e6:.2f} us, {least.bandwidth:.0%} of the bandwidth, "
+        f"{least.step_cycles} cycles more for a step. The best tile of each is slower than the "
+        f"true one by {min(regrets):.1%} to {max(regrets):.1%}."
     )
 
 

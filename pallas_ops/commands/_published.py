@@ -3,8 +3,9 @@
 import csv
 import dataclasses
 import importlib.resources
+import itertools
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from ..compiler import (
     Verdict,
     xla_time,
 )
+from ..compiler._schedule import STEPS
 from ..kernels import MatmulProblem
 from ..tiles import TileConfig, TileProblem, vmem_limit_bytes
 
@@ -242,19 +244,57 @@ def biggest_tile_regret(rows: Sequence[Published]) -> float:
     return worst / min(row.wall_seconds for row in own) - 1
 
 
-def fit_latency(
-    rows: Sequence[Published], verdicts: Sequence[Verdict], on: Chip, latencies: Iterable[float]
-) -> list[tuple[float, float]]:
-    """The mean error with each DMA latency in seconds."""
-    return [
-        (
-            latency,
-            fit(
-                "", our_model(dataclasses.replace(on, dma_latency_seconds=latency)), rows, verdicts
-            ).mean_error,
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """The time model with other constants, and how well it explains the timings.
+
+    **Arguments:**
+
+    - `latency_seconds`: of a DMA.
+    - `bandwidth`: the part of HBM's bandwidth that transfers get.
+    - `step_cycles`: what each step of the grid takes beside its bundles.
+    - `mean_error`, `best_regret`: as in `Fit`.
+    """
+
+    latency_seconds: float
+    bandwidth: float
+    step_cycles: int
+    mean_error: float
+    best_regret: float
+
+
+LATENCIES = tuple(step * 1e-7 for step in range(9))
+_BANDWIDTHS = (1.0, 0.9, 0.8)
+_STEP_CYCLES = (0, 150, 300)
+
+
+def try_constants(
+    rows: Sequence[Published],
+    verdicts: Sequence[Verdict],
+    on: Chip,
+    latencies: Sequence[float] = LATENCIES,
+) -> Iterator[Variant]:
+    """The model with other constants: whether those that it has are the best, and all that it
+    could do with others."""
+    for latency, bandwidth, cycles in itertools.product(latencies, _BANDWIDTHS, _STEP_CYCLES):
+        other = dataclasses.replace(
+            on,
+            dma_latency_seconds=latency,
+            bytes_per_second=on.bytes_per_second * bandwidth,
         )
-        for latency in latencies
-    ]
+        slower = [_with_slower_steps(verdict, cycles) for verdict in verdicts]
+        found = fit("", our_model(other), rows, slower)
+        yield Variant(latency, bandwidth, cycles, found.mean_error, found.best_regret)
+
+
+def _with_slower_steps(verdict: Verdict, cycles: int) -> Verdict:
+    if verdict.schedule is None:
+        return verdict
+    steps = {
+        kind: dataclasses.replace(cost, cycles=cost.cycles + cycles)
+        for kind, cost in ((kind, getattr(verdict.schedule, kind)) for kind in STEPS)
+    }
+    return dataclasses.replace(verdict, schedule=dataclasses.replace(verdict.schedule, **steps))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,7 +304,7 @@ class Comparison:
     rows: tuple[Published, ...]
     fits: tuple[Fit, ...]
     biggest_regret: float
-    latencies: tuple[tuple[float, float], ...]
+    variants: tuple[Variant, ...]
 
     def as_json(self) -> dict[str, Any]:
         ours = self.fits[0]
@@ -296,7 +336,16 @@ class Comparison:
                 }
                 for index, row in enumerate(self.rows)
             ],
-            "latency_us_errors": [[latency * 1e6, error] for latency, error in self.latencies],
+            "variants": [
+                {
+                    "latency_us": variant.latency_seconds * 1e6,
+                    "bandwidth": variant.bandwidth,
+                    "step_cycles": variant.step_cycles,
+                    "mean_error": variant.mean_error,
+                    "best_regret": variant.best_regret,
+                }
+                for variant in self.variants
+            ],
         }
 
 
@@ -305,7 +354,8 @@ def compare(*, latencies: Sequence[float] = ()) -> Comparison:
 
     **Arguments:**
 
-    - `latencies`: other DMA latencies to try, in seconds.
+    - `latencies`: other DMA latencies to try, in seconds, each with other bandwidths and costs of a
+        step.
     """
     rows = [row for row in published() if row.can_be_predicted]
     verdicts = compile_published(rows)
@@ -315,5 +365,5 @@ def compare(*, latencies: Sequence[float] = ()) -> Comparison:
         fit("bundle counts", bundle_counts(on), rows, verdicts),
         fit("roofline", roofline(on), rows, verdicts),
     )
-    tried = fit_latency(rows, verdicts, on, latencies)
-    return Comparison(tuple(rows), fits, biggest_tile_regret(rows), tuple(tried))
+    variants = tuple(try_constants(rows, verdicts, on, latencies))
+    return Comparison(tuple(rows), fits, biggest_tile_regret(rows), variants)

@@ -152,7 +152,7 @@ def study(device: str, *, tiles: int = 72) -> Study:
                     problem=problem,
                     tile=tile,
                     estimate_bytes=estimate,
-                    kept=estimate <= candidate_budget_bytes(problem, limit),
+                    kept=estimate <= candidate_budget_bytes(limit),
                     compiles=verdict.compiles,
                     vmem_bytes=verdict.vmem_bytes,
                     seconds=None if prediction is None else prediction.seconds,

@@ -202,7 +202,12 @@ def test_the_model_against_what_was_published(tmp_path, monkeypatch):
     assert len(found["rows"]) == 41
     assert all(0 < constant < 250 for constant in ours["dispatch_us"].values())
     # The latency in use is the one that fits best.
-    best = min(found["latency_us_errors"], key=lambda pair: pair[1])[0]
+    variants = found["variants"]
+    assert len(variants) == 3 * 9
+    plain = [one for one in variants if (one["bandwidth"], one["step_cycles"]) == (1.0, 0)]
+    best = min(plain, key=lambda one: one["mean_error"])["latency_us"]
+    # No others put the tiles in another order at the top.
+    assert {round(one["best_regret"], 3) for one in variants} == {0.038}
     assert best == pytest.approx(chip("v5e").dma_latency_seconds * 1e6, abs=0.01)
     assert file.stat().st_size > 10_000
     text = _run("published").stdout
@@ -218,7 +223,7 @@ def test_the_vmem_estimate_against_the_compiler():
     assert found["tiles"] >= 60
     assert found["pruned_within_2_percent"] == 0
     assert found["kept_regret"] <= 0.02
-    assert found["false_accepts"] <= 3
+    assert found["false_accepts"] < found["kept_and_compile"] / 4
     assert found["pruned_and_refused"] > 10
     assert found["limit_bytes"] == 16 << 20
 

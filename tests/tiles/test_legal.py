@@ -457,6 +457,17 @@ def test_the_compiler_takes_the_candidates(device):
     _compile(problem, candidates(problem, most=3), device)
 
 
+def test_near_a_limit_that_cannot_be_raised_the_compiler_is_asked():
+    """Some of a v4's candidates it refuses; the default tile it takes, and one that is better."""
+    problem = tile_problem(4096, 4096, 4096, "bfloat16", device="v4")
+    tiles = candidates(problem, most=10_000)
+    near = po.TileConfig(256, 4096, 512)  # 12.5 of 16 MiB, and the compiler adds 2.2
+    assert estimate_vmem_bytes(problem.matmul, near) > 12 * MIB
+    assert near in tiles
+    _compile(problem, [near, po.StaticResolver().resolve(problem).tile], "v4")
+    assert all(estimate_vmem_bytes(problem.matmul, tile) <= 15 * MIB for tile in tiles)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("device", GENERATIONS)
 @pytest.mark.parametrize(("sizes", "dtypes", "layout"), COMPILED)
