@@ -27,7 +27,6 @@ from ..tiles import (
     why_too_large,
 )
 from ..tiles._compiler import compiler_entry
-from ..tiles._failures import failures_told
 from ..tiles._ranking import rank
 from ..tiles._sweep import Timer
 from ..tiles._timing import time_per_call
@@ -178,8 +177,8 @@ def tune_without_tpu(
             return Tuned(problem, path, "known", known, estimate, told=tuple(told))
     tiles = candidates(problem, most=most_candidates)
     (ranking,) = rank([problem], [tiles], pool, budget_seconds=budget_seconds)
-    if not ranking.judgements:
-        told.append(f"no tile compiles:{failures_told(ranking.failures)}")
+    if not ranking.may_be_stored:
+        told.append(ranking.why_not_stored())
         return Tuned(problem, path, "failed", None, estimate, told=tuple(told))
     entry = compiler_entry(problem, ranking)
     with told_warnings(told):

@@ -41,6 +41,7 @@ class Verdict:
     - `xla_schedule`: of XLA's own dot; `None` for our kernel, or where it cannot be read.
     - `transient`: whether the answer says nothing about the program: a worker was lost, a time
         limit or a full disk was met.
+    - `timed_out`: whether it was the time limit of one program.
     - `unavailable`: whether there is no compiler to ask.
     """
 
@@ -52,4 +53,5 @@ class Verdict:
     xla_cycles: int | None = None
     xla_schedule: XlaSchedule | None = None
     transient: bool = False
+    timed_out: bool = False
     unavailable: bool = False

@@ -56,9 +56,14 @@ def roofline_seconds(problem: MatmulProblem, chip: Chip) -> float:
 
 
 def lower_bound_seconds(problem: MatmulProblem, blocks: tuple[int, int, int], chip: Chip) -> float:
-    """A time that no schedule of these blocks can beat in the model: its MXUs never wait for it."""
+    """A time that no schedule of these blocks can beat in the model: its MXUs never wait for it.
+
+    A product with a vector may be summed without them: it is taken to cost its transfers alone.
+    """
     m, k, n = blocks
     filled = m * k * -(-n // chip.mxu_size) * chip.mxu_size
+    if 1 in (problem.m, problem.n):
+        filled = 0
     rate = peak_operations_per_second(problem, chip) / (2 * chip.clock_hertz)
     cycles = math.floor(filled / rate)
     step = StepCost(cycles, cycles, cycles, 0, 0, 0, 0, 0)

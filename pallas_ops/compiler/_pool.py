@@ -8,7 +8,8 @@ import functools
 import os
 import pathlib
 import pickle
-import select
+import re
+import selectors
 import shutil
 import signal
 import subprocess
@@ -27,6 +28,7 @@ COMPILE_SECONDS = 120.0
 
 _ATTEMPTS = 2
 _REST_SECONDS = 15.0
+_LOG_PREFIX = re.compile(r"^[DIWEF]\d{4} [\d:.]+ +\d+ ")
 
 
 class _Lost(Exception):
@@ -41,16 +43,32 @@ class _Lost(Exception):
 _ROOM_BYTES = 64 << 20
 
 
-def _folder_with_room() -> str | None:
+def _folder_with_room() -> str:
     """Where a worker's folder can be: the usual place for temporary files, if it is not full.
 
-    `None` is that place, where no other has room either.
+    Where no place has room, it is the first that can be used at all.
+
+    **Raises:**
+
+    `OSError` where there is none.
     """
-    for folder in (tempfile.gettempdir(), "/dev/shm", "/var/tmp"):
+    usual = tempfile.gettempdir()
+    # libtpu's flags are words with spaces between them: it would take a part of such a name.
+    possible = [
+        folder
+        for folder in (usual, "/dev/shm", "/var/tmp")
+        if not any(map(str.isspace, folder)) and os.access(folder, os.W_OK)
+    ]
+    for folder in possible:
         with contextlib.suppress(OSError):
-            if os.access(folder, os.W_OK) and shutil.disk_usage(folder).free >= _ROOM_BYTES:
+            if shutil.disk_usage(folder).free >= _ROOM_BYTES:
                 return folder
-    return None
+    if not possible:
+        raise OSError(
+            f"libtpu needs a folder that it can write to, without a space in its name; TMPDIR "
+            f"names one, and now it is {usual!r}"
+        )
+    return possible[0]
 
 
 class _Worker:
@@ -89,9 +107,11 @@ class _Worker:
             pickle.dump(job, self.process.stdin)
             self.process.stdin.flush()
         # A verdict is far smaller than what a pipe holds: once it begins, it is there.
-        while not select.select([self.process.stdout], [], [], 0.5)[0]:
-            if time.monotonic() > deadline:
-                raise _Lost(f"it took longer than {seconds:g} s", timed_out=True)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.process.stdout, selectors.EVENT_READ)
+            while not selector.select(0.5):
+                if time.monotonic() > deadline:
+                    raise _Lost(f"it took longer than {seconds:g} s", timed_out=True)
         try:
             return pickle.load(self.process.stdout)
         except (EOFError, pickle.UnpicklingError):
@@ -107,12 +127,18 @@ class _Worker:
             if shutil.disk_usage(self.folder).free < _ROOM_BYTES // 16:
                 how += f", {self.folder.parent} is full"
         said = (self.folder / "stderr").read_text(errors="replace").strip().splitlines()
-        return f"the compiler's process ended ({how})" + (f": {said[-1][:300]}" if said else "")
+        # Without libtpu's time of day and process, the same fault is told in the same words.
+        last = _LOG_PREFIX.sub("", said[-1])[:300] if said else ""
+        return f"the compiler's process ended ({how})" + (f": {last}" if last else "")
+
+    def kill(self) -> None:
+        """Ends the process: who waits for its answer finds that it is lost."""
+        with contextlib.suppress(OSError):
+            self.process.kill()
 
     def close(self) -> None:
         """Ends the process and removes its folder."""
-        with contextlib.suppress(OSError):
-            self.process.kill()
+        self.kill()
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
@@ -197,6 +223,8 @@ class CompilePool:
         verdicts: list[Verdict | None] = [None] * len(jobs)
         waiting = collections.deque(enumerate(jobs))
         telling = threading.Lock()
+        running: set[_Worker] = set()
+        given_up = threading.Event()
 
         def serve() -> None:
             worker: _Worker | None = None
@@ -209,7 +237,7 @@ class CompilePool:
                     with telling:
                         if wanted is not None and not wanted(job):
                             continue
-                    worker, verdict = self._verdict(worker, job, end)
+                    worker, verdict = self._verdict(worker, job, end, running, given_up)
                     verdicts[index] = verdict
                     if told is not None and verdict is not None:
                         with telling:
@@ -225,37 +253,57 @@ class CompilePool:
         count = max(1, min(self.workers, len(jobs)))
         with concurrent.futures.ThreadPoolExecutor(count) as threads:
             try:
-                for served in [threads.submit(serve) for _ in range(count)]:
-                    served.result()
-            except BaseException:
+                served = [threads.submit(serve) for _ in range(count)]
+                done, _ = concurrent.futures.wait(
+                    served, return_when=concurrent.futures.FIRST_EXCEPTION
+                )
+                for one in done:
+                    one.result()
+            except BaseException:  # such as Ctrl-C, which does not wait for the compiler
                 waiting.clear()
+                given_up.set()
+                for worker in list(running):
+                    worker.kill()
                 raise
         return verdicts
 
     def _verdict(
-        self, worker: "_Worker | None", job: CompileJob, end: float | None
+        self,
+        worker: "_Worker | None",
+        job: CompileJob,
+        end: float | None,
+        running: set["_Worker"],
+        given_up: threading.Event,
     ) -> tuple["_Worker | None", Verdict | None]:
         """Asks a worker, and another one where it is lost: it may not have been the job's fault."""
         verdict: Verdict | None = None
         for _ in range(_ATTEMPTS):
             left = self.compile_seconds if end is None else end - time.monotonic()
-            if left <= 0:
+            if left <= 0 or given_up.is_set():
                 return worker, verdict
             try:
                 if worker is None:
                     worker = self._take()
+                running.add(worker)
+                if given_up.is_set():  # since it was asked above
+                    return worker, verdict
                 return worker, worker.ask(job, min(left, self.compile_seconds))
             except _Lost as lost:
-                verdict = Verdict(False, str(lost), transient=True)
+                verdict = Verdict(False, str(lost), transient=True, timed_out=lost.timed_out)
                 if worker is not None:
+                    running.discard(worker)
                     worker.close()
                 worker = None
                 if lost.timed_out:
-                    return None, verdict
+                    # Whether the limit of one program was met, or there was no more time for it.
+                    return None, verdict if left >= self.compile_seconds else None
             except OSError as error:  # no room for its folder, no memory for a process
                 return None, Verdict(
                     False, f"no compile worker could be started: {error}", transient=True
                 )
+            finally:
+                if worker is not None:
+                    running.discard(worker)
         return worker, verdict
 
     def _take(self) -> _Worker:

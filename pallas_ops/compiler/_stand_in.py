@@ -10,8 +10,8 @@ def stand_in(job: CompileJob) -> CompileJob:
 
     The compiler schedules one step of the grid, whose blocks, layout and dtypes are the same; how
     many steps there are is a constant in it. So one compilation serves all batch sizes, to a few
-    cycles in a step (`tests/compiler/test_stand_in.py`). An axis keeps its ragged edge, and k its
-    first, middle and last step.
+    cycles in a step (`test_a_stand_in_has_the_same_schedule`). An axis keeps its ragged edge, and k
+    its first, middle and last step.
     """
     if job.blocks is None:
         return job

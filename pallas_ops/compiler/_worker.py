@@ -12,6 +12,8 @@ import pickle
 import re
 import shutil
 import sys
+import threading
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -35,6 +37,7 @@ Schedule = TypeVar("Schedule")
 def main() -> None:
     """Answers jobs until there are no more."""
     folder = pathlib.Path(sys.argv[1])
+    threading.Thread(target=_end_with, args=(os.getppid(), folder), daemon=True).start()
     # Whatever libtpu prints to standard output must not come between the answers.
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
@@ -49,6 +52,14 @@ def main() -> None:
     finally:
         # Also where the one who asks was killed, and cannot.
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _end_with(parent: int, folder: pathlib.Path) -> None:
+    """Ends this process when the one who asked is gone, in the middle of a compilation too."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
 
 
 def answer(job: CompileJob, folder: pathlib.Path) -> Verdict:

@@ -9,7 +9,6 @@ from ._agree import agreed
 from ._budget import check_budget
 from ._cached import AGREE_SECONDS, CachedResolver, DEFAULT_FALLBACK, stored_tile
 from ._candidates import candidates
-from ._failures import failures_told
 from ._key import problem_key, versions
 from ._memory import is_measuring, lock, recall, remember
 from ._problem import TileProblem
@@ -60,7 +59,8 @@ class CompilerResolver:
         check_budget("CompilerResolver", self.budget_seconds, self.most_candidates)
         check_fallback("CompilerResolver", self.fallback)
         workers = self.workers
-        if workers is not None and (not isinstance(workers, int) or workers < 1):
+        is_count = isinstance(workers, int) and not isinstance(workers, bool)
+        if workers is not None and not (is_count and workers >= 1):
             raise ValueError(f"CompilerResolver: `workers` must be at least 1, got {workers!r}.")
 
     def problem_for_tpu(self, problem: TileProblem) -> TileProblem:
@@ -111,18 +111,25 @@ class CompilerResolver:
         ranking = self.ranking(problem)
         if not ranking.judgements:
             warn_once(
-                "no compiler" if ranking.transient else f"compiler {problem}",
-                f"the TPU compiler has no tile for {problem.describe()}; taken is the fallback's."
-                f"{failures_told(ranking.failures)}",
+                "no compiler" if ranking.unanswered else f"compiler {problem}",
+                f"the TPU compiler has no tile for {problem.describe()}; taken is the fallback's: "
+                f"{ranking.why_not_stored()}",
             )
             # Not stored: it may be there the next time. Not tried again in this process.
             fallback = CachedResolver(directory, fallback=self.fallback, quiet=True)
             return remember((self, directory, problem), fallback.look_up(problem))
         entry = compiler_entry(problem, ranking)
-        TileStore(directory).put(entry)
         resolution = Resolution(
             entry.tile, COMPILER_SOURCE, entry.vmem_limit_bytes, reason=entry.reason
         )
+        if not ranking.may_be_stored:
+            warn_once(
+                f"compiler {problem}",
+                f"the tile of {problem.describe()} is not stored, and taken in this process alone: "
+                f"{ranking.why_not_stored()}",
+            )
+            return remember((self, directory, problem), resolution)
+        TileStore(directory).put(entry)
         return remember(("store", directory, problem), resolution)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from ..compiler import CompileJob, CompilePool, judge, Judgement, Verdict
 from ._config import TileConfig
+from ._failures import failures_told
 from ._legal import vmem_limit_bytes
 from ._problem import TileProblem
 
@@ -29,15 +30,32 @@ class Ranking:
     **Arguments:**
 
     - `judgements`: those that compile and are predicted, fastest first.
-    - `failures`: why each of the others is out.
+    - `failures`: why others are out.
+    - `unanswered`: those that the compiler said nothing about, and why: a worker was lost, the disk
+        was full, there is no compiler. One of them may be the fastest.
     - `left_out`: how many the budget had no time for.
-    - `transient`: whether the failures say nothing of the tiles: there is no compiler, say.
     """
 
     judgements: tuple[tuple[TileConfig, Judgement], ...]
     failures: dict[TileConfig, str]
+    unanswered: dict[TileConfig, str]
     left_out: int
-    transient: bool
+
+    @property
+    def may_be_stored(self) -> bool:
+        """Whether the fastest is there, and another run would find the same."""
+        return bool(self.judgements) and not self.unanswered
+
+    def why_not_stored(self) -> str:
+        """What is said where it may not be."""
+        unanswered = f"the compiler gave no answer:{failures_told(self.unanswered)}"
+        if self.judgements:
+            return f"a tile may be faster for which {unanswered}"
+        if self.failures:
+            return f"no tile compiles:{failures_told(self.failures | self.unanswered)}"
+        if self.unanswered:
+            return unanswered
+        return f"the budget left no time for any of {self.left_out} tiles"
 
 
 def rank(
@@ -107,16 +125,17 @@ class _Open:
 
     predicted: list[tuple[TileConfig, Judgement]] = dataclasses.field(default_factory=list)
     failures: dict[TileConfig, str] = dataclasses.field(default_factory=dict)
+    unanswered: dict[TileConfig, str] = dataclasses.field(default_factory=dict)
     left_out: int = 0
-    transient: bool = False
 
     def fail(self, tile: TileConfig, judgement: Judgement) -> None:
-        self.failures[tile] = judgement.error or "no prediction"
-        self.transient = self.transient or judgement.verdict.transient
+        verdict = judgement.verdict
+        # What takes that long to compile is out, as what is refused.
+        lost = verdict.transient and not verdict.timed_out
+        (self.unanswered if lost else self.failures)[tile] = judgement.error or "no prediction"
 
     def close(self) -> Ranking:
-        transient = self.transient and not self.predicted
-        return Ranking(tuple(self.predicted), self.failures, self.left_out, transient)
+        return Ranking(tuple(self.predicted), self.failures, self.unanswered, self.left_out)
 
 
 def _seconds(judgement: Judgement) -> float:

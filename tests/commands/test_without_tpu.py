@@ -97,7 +97,15 @@ def test_no_compiler(monkeypatch, store):
     result, found = _tune(256, 512, 384, "--product", "forward")
     assert result.exit_code == 1
     assert found[0]["status"] == "failed"
+    assert "the compiler gave no answer" in found[0]["warnings"][0]
     assert "there is none" in found[0]["warnings"][0]
+    assert list(store.entries()) == []
+
+
+def test_a_budget_that_is_too_short(store):
+    result, found = _tune(256, 512, 384, "--product", "forward", "--budget", 0.001)
+    assert result.exit_code == 1
+    assert "the budget left no time for any of 12 tiles" in found[0]["warnings"][0]
     assert list(store.entries()) == []
 
 

@@ -1,5 +1,6 @@
 """Compile workers, and what may happen to them."""
 
+import contextlib
 import dataclasses
 import os
 import pathlib
@@ -11,6 +12,7 @@ import tempfile
 import threading
 import time
 
+import jax
 import pytest
 
 from pallas_ops.compiler import (
@@ -19,6 +21,7 @@ from pallas_ops.compiler import (
     chip,
     CompilePool,
     judge,
+    lower_bound_seconds,
     Verdict,
 )
 from pallas_ops.compiler._stand_in import stand_in
@@ -110,6 +113,19 @@ def test_what_is_refused(pool):
     )
     assert not dtype.compiles
     assert "\n" not in dtype.error
+
+
+def test_no_schedule_beats_the_lower_bound(pool):
+    """A vector's product uses no MXU: its width does not fill one."""
+    jobs = [
+        job(1024, 1024, 1, (512, 1024, 1), layout="NT"),
+        job(1024, 1024, 1, (512, 1024, 1), layout="NT", dtype="float32"),
+        job(1, 1024, 1024, (1, 1024, 512)),
+        job(1024, 1024, 8, (512, 1024, 8)),
+    ]
+    for asked, found in zip(jobs, judge(jobs, pool), strict=True):
+        bound = lower_bound_seconds(asked.problem, asked.blocks, chip(asked.device))
+        assert 0 < bound <= found.prediction.seconds
 
 
 def test_xla_says_its_own_estimate(pool):
@@ -204,6 +220,10 @@ def test_a_time_limit(scratch):
         (verdict,) = pool.ask([SMALL])
         assert verdict.error == "it took longer than 0.3 s"
         assert verdict.transient
+        assert verdict.timed_out
+        # Of the time for all of them there is less left than for one: that says nothing of the one.
+        pool.compile_seconds = 60.0
+        assert pool.ask([SMALL], end=time.monotonic() + 0.3) == [None]
         pool.compile_seconds = 60.0
         (verdict,) = pool.ask([SMALL])
         assert verdict.compiles
@@ -237,7 +257,90 @@ def test_a_temporary_folder_that_is_full(monkeypatch, scratch):
     assert list(scratch.iterdir()) == []
     # Nowhere any room: the usual place, and what happens there is told.
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(folder)._replace(free=0))
-    assert pool_module._folder_with_room() is None
+    assert pool_module._folder_with_room() == str(scratch)
+
+
+def test_a_temporary_folder_with_a_space(monkeypatch, tmp_path):
+    spaced = tmp_path / "of two"
+    spaced.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(spaced))
+    with CompilePool(1) as pool:
+        (verdict,) = pool.ask([SMALL])
+    assert verdict.schedule is not None
+    assert list(tmp_path.iterdir()) == [spaced]
+    assert list(spaced.iterdir()) == []
+    # Where there is no other.
+    monkeypatch.setattr(os, "access", lambda folder, mode: str(folder) == str(spaced))
+    with CompilePool(1) as pool:
+        (verdict,) = pool.ask([SMALL])
+    assert verdict.transient
+    assert (
+        f"without a space in its name; TMPDIR names one, and now it is '{spaced}'" in verdict.error
+    )
+
+
+def test_more_open_files_than_select_can_name(scratch):
+    """`select` fails for descriptors from 1024 on."""
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    try:
+        with contextlib.ExitStack() as files, CompilePool(1) as pool:
+            for _ in range(1100):
+                files.enter_context(open(os.devnull))
+            (verdict,) = pool.ask([SMALL])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert verdict.schedule is not None
+
+
+SLOW = job(8192, 8192, 4096, (1024, 1024, 1024), dtype="float32")
+SLOW = dataclasses.replace(
+    SLOW, problem=dataclasses.replace(SLOW.problem, precision=jax.lax.Precision.HIGHEST)
+)
+
+
+def test_ctrl_c_does_not_wait_for_the_compiler(scratch):
+    begun = []
+
+    def interrupted(job, verdict):
+        begun.append(time.monotonic())
+        raise KeyboardInterrupt
+
+    with CompilePool(2) as pool, pytest.raises(KeyboardInterrupt):
+        pool.ask([SLOW, SMALL], told=interrupted)
+    # It would take 20 s and more.
+    assert time.monotonic() - begun[0] < 10
+    assert list(scratch.iterdir()) == []
+
+
+ASKING = """
+import sys
+from pallas_ops.compiler import CompilePool
+from tests.compiler.test_pool import SLOW
+with CompilePool(1) as pool:
+    print("asking", flush=True)
+    pool.ask([SLOW])
+"""
+
+
+def test_a_worker_ends_with_the_one_who_asked(tmp_path):
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    asking = subprocess.Popen(
+        [sys.executable, "-c", ASKING], env=environment, stdout=subprocess.PIPE, cwd=ROOT
+    )
+    assert asking.stdout.readline() == b"asking\n"
+    until = time.monotonic() + 60
+    while not list(tmp_path.glob("*/*hlo*")) and time.monotonic() < until:
+        time.sleep(0.2)  # until its compilation is under way
+    asking.kill()
+    asking.wait()
+    asking.stdout.close()
+    gone = time.monotonic()
+    while list(tmp_path.iterdir()) and time.monotonic() < gone + 60:
+        time.sleep(0.2)
+    assert list(tmp_path.iterdir()) == []
+    assert time.monotonic() < gone + 10  # the compilation would take 20 s and more
 
 
 def test_a_folder_that_is_full(monkeypatch, tmp_path):

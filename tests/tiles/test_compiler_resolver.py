@@ -175,6 +175,46 @@ def test_no_compiler_is_one_warning(monkeypatch, store):
     assert not list(TileStore().entries())
 
 
+LOST = Verdict(False, "the compiler's process ended (SIGABRT)", transient=True)
+
+
+@pytest.fixture
+def the_best_is_lost(monkeypatch):
+    """The compiler gives no answer for the tile that is predicted to be the fastest."""
+    best = FEW.ranking(SMALL).judgements[0][1].job.blocks
+    monkeypatch.setattr(_ranking, "_verdicts", {})
+    ask, answer = CompilePool.ask, [LOST]
+
+    def losing(self, jobs, *, told=None, **given):
+        lost = [job for job in jobs if job.blocks == best]
+        for job in lost:
+            told(job, answer[0])
+        others = iter(ask(self, [job for job in jobs if job not in lost], told=told, **given))
+        return [answer[0] if job in lost else next(others) for job in jobs]
+
+    monkeypatch.setattr(CompilePool, "ask", losing)
+    return answer
+
+
+def test_without_all_answers_nothing_is_stored(the_best_is_lost, store):
+    with pytest.warns(UserWarning, match="a tile may be faster for which the compiler") as told:
+        found, again = FEW.resolve(SMALL), FEW.resolve(SMALL)
+    assert len(told) == 1
+    assert "is not stored" in str(told[0].message)
+    assert "SIGABRT" in str(told[0].message)
+    assert found == again
+    assert found.source == "compiler"
+    assert not list(TileStore().entries())
+
+
+def test_what_takes_too_long_to_compile_is_out(the_best_is_lost, store):
+    the_best_is_lost[0] = dataclasses.replace(LOST, timed_out=True)
+    found = FEW.resolve(SMALL)
+    ((_, entry),) = TileStore().entries()
+    assert entry.tile == found.tile
+    assert list(entry.failures.values()) == [LOST.error]
+
+
 def test_every_tile_refused(monkeypatch, store):
     answering(monkeypatch, Verdict(False, "E1001: too much"))
     with pytest.warns(UserWarning, match="E1001: too much"):
@@ -188,9 +228,10 @@ def test_schedules_that_cannot_be_read(monkeypatch, store):
         assert FEW.resolve(SMALL).source == "estimate"
 
 
-def test_no_time_at_all(store):
+def test_no_time_at_all(monkeypatch, store):
+    monkeypatch.setattr(_ranking, "_verdicts", {})
     hurried = po.CompilerResolver("v5e", budget_seconds=1e-6)
-    with pytest.warns(UserWarning, match="has no tile for"):
+    with pytest.warns(UserWarning, match="left no time for any of 12 tiles"):
         assert hurried.resolve(SMALL).source == "estimate"
 
 
@@ -216,6 +257,7 @@ def test_autotuning_on_a_tpu_measures_what_is_predicted_best(monkeypatch):
         ({"device": "v99"}, ValueError, "Unknown TPU 'v99'"),
         ({"budget_seconds": 0}, ValueError, "must be positive"),
         ({"workers": 0}, ValueError, "`workers` must be at least 1"),
+        ({"workers": True}, ValueError, "`workers` must be at least 1"),
         ({"fallback": "static"}, TypeError, "fallback"),
     ],
 )
