@@ -83,7 +83,7 @@ def published() -> list[Published]:
 
 
 def compile_published(rows: Sequence[Published], device: str = "v5e") -> list[Verdict]:
-    """The compiler's verdict on each row's program.
+    """The compiler's verdict on each row's program: of a tile, the kernel as tutorials have it.
 
     **Raises:**
 
@@ -94,7 +94,9 @@ def compile_published(rows: Sequence[Published], device: str = "v5e") -> list[Ve
         limit = None
         if row.blocks is not None:
             limit = vmem_limit_bytes(TileProblem(row.problem, device), TileConfig(*row.blocks))
-        jobs.append(CompileJob(row.problem, device, row.blocks, limit))
+        jobs.append(
+            CompileJob(row.problem, device, row.blocks, limit, textbook=row.blocks is not None)
+        )
     unique = list(dict.fromkeys(jobs))
     with CompilePool() as pool:
         said = dict(zip(unique, pool.ask(unique), strict=True))

@@ -17,12 +17,14 @@ class CompileJob:
     - `device`: the generation.
     - `blocks`: the block sizes of m, k and n for our kernel; `None` compiles XLA's own dot.
     - `vmem_limit_bytes`: the scoped VMEM limit in bytes; `None` is the compiler's default.
+    - `textbook`: whether our kernel is as tutorials have it, as in `pallas_matmul`.
     """
 
     problem: MatmulProblem
     device: str
     blocks: tuple[int, int, int] | None = None
     vmem_limit_bytes: int | None = None
+    textbook: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

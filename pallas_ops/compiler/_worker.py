@@ -71,7 +71,9 @@ def answer(job: CompileJob, folder: pathlib.Path) -> Verdict:
         def product(lhs, rhs):
             return xla_matmul(problem, lhs, rhs)
     else:
-        kernel = pallas_matmul(problem, *job.blocks, vmem_limit_bytes=job.vmem_limit_bytes)
+        kernel = pallas_matmul(
+            problem, *job.blocks, vmem_limit_bytes=job.vmem_limit_bytes, textbook=job.textbook
+        )
 
         def product(lhs, rhs):
             # Small operands, which a longer program would not keep there, XLA would put into VMEM.

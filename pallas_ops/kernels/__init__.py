@@ -5,6 +5,7 @@ from ._pallas import (
     KERNEL_VERSION as KERNEL_VERSION,
     mxu_passes as mxu_passes,
     pallas_matmul as pallas_matmul,
+    step_size as step_size,
 )
 from ._problem import (
     MatmulProblem as MatmulProblem,

@@ -1,12 +1,9 @@
 """The tiles worth trying for a problem, the most promising first."""
 
 import itertools
-import math
-
-import numpy as np
 
 from .._hardware import find_generation
-from ..kernels import mxu_passes
+from ..kernels import step_size
 from ._config import block_granules, TileConfig
 from ._estimate import estimate_seconds
 from ._legal import balanced_block
@@ -19,8 +16,7 @@ _TARGETS = (128, 256, 512, 1024, 2048, 4096)
 
 # Beyond this many multiplications of bfloat16 in one step nothing is gained, and the compiler takes
 # its time: 10 s for 1024 x 4096 x 512, 17 s for 2048 x 1024 x 2048, which is predicted to be
-# slower, and 175 s to refuse 4096 x 4096 x 4096 (libtpu 0.0.50, v5e, two cores). One of float32 is
-# as long a program as two of bfloat16, for each pass.
+# slower, and 175 s to refuse 4096 x 4096 x 4096 (libtpu 0.0.50, v5e, two cores).
 _MOST_PER_STEP = 2**31
 
 
@@ -69,14 +65,12 @@ def candidates(problem: TileProblem, *, most: int = 64) -> tuple[TileConfig, ...
             (matmul.m, matmul.k, matmul.n), block_granules(matmul), strict=True
         )
     )
-    most_per_step = _MOST_PER_STEP // mxu_passes(matmul)
-    if np.dtype(np.float32) in (matmul.lhs_dtype, matmul.rhs_dtype):
-        most_per_step //= 2
     budget, safe = _budget_bytes(problem), estimated_tile(problem)
     fitting = {
         tile
         for tile in itertools.starmap(TileConfig, itertools.product(*axes))
-        if math.prod(tile.blocks) <= most_per_step and estimate_vmem_bytes(matmul, tile) <= budget
+        if step_size(matmul, tile.blocks) <= _MOST_PER_STEP
+        and estimate_vmem_bytes(matmul, tile) <= budget
     }
     # By blocks where the estimate is the same: the order must not depend on that of a set.
     ordered = sorted(
