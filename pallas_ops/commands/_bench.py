@@ -14,6 +14,7 @@ from ._console import (
     read_shapes,
     readable,
 )
+from ._files import write_whole
 
 
 if TYPE_CHECKING:
@@ -107,7 +108,6 @@ def command(
     from ._benchmark import measured_rows, predicted_rows, PRODUCT_NAMES, rows_csv
     from ._products import device_name
     from ._shapes import PROJECTIONS, ROWS, SQUARES
-    from ._tiles import _write_whole as write_whole
 
     with readable():
         name = device_name(None if platform == "tpu" else device, platform)

@@ -118,6 +118,15 @@ def default_platform() -> str:
         raise click.ClickException(f"JAX does not start: {error}") from None
 
 
+product_option = click.option(
+    "--product",
+    type=click.Choice(["forward", "lhs_cotangent", "rhs_cotangent"]),
+    default="forward",
+    show_default=True,
+    help="The product of M x K and K x N itself, or one of its gradients.",
+)
+
+
 def problem_options(function: Callable) -> Callable:
     """The options that say what is multiplied beside its sizes, for every command that asks."""
     for option in reversed(

@@ -9,6 +9,7 @@ from ._console import (
     make_console,
     print_json,
     problem_options,
+    product_option,
     read_triples,
     readable,
 )
@@ -25,13 +26,7 @@ if TYPE_CHECKING:
 @click.argument("k", type=click.IntRange(min=1))
 @click.argument("n", type=click.IntRange(min=1))
 @problem_options
-@click.option(
-    "--product",
-    type=click.Choice(["forward", "lhs_cotangent", "rhs_cotangent"]),
-    default="forward",
-    show_default=True,
-    help="The product of M x K and K x N itself, or one of its gradients.",
-)
+@product_option
 @click.option("--device", default="v5e", show_default=True, help="The TPU to compile for.")
 @click.option(
     "--tile",

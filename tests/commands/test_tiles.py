@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 import pallas_ops as po
-from pallas_ops.commands import _tiles, main
+from pallas_ops.commands import _files, _generating, _tiles, main
 from pallas_ops.commands._entries import check_entry
 from pallas_ops.commands._products import make_problem
 from pallas_ops.kernels import run_kernel
@@ -251,7 +251,7 @@ def test_standard_output_by_its_name_is_standard_output(monkeypatch):
         raise AssertionError(f"{path} written")
 
     _put(_problem())
-    monkeypatch.setattr(_tiles, "_write_whole", never)
+    monkeypatch.setattr(_tiles, "write_whole", never)
     result = _run("export", "/dev/stdout")
     assert len(json.loads(result.stdout)["entries"]) == 1
 
@@ -261,9 +261,20 @@ def test_a_file_that_is_open_already_is_added_to(tmp_path):
     log = tmp_path / "log"
     log.write_text("before\n")
     with log.open("a") as stream:
-        _tiles._write_whole(pathlib.Path(f"/proc/self/fd/{stream.fileno()}"), "a table\n")
+        _files.write_whole(pathlib.Path(f"/proc/self/fd/{stream.fileno()}"), "a table\n")
         stream.write("after\n")
     assert log.read_text() == "before\na table\nafter\n"
+
+
+def test_a_table_that_could_not_be_written_is_not_begun(monkeypatch, tmp_path):
+    def never(*arguments, **given):
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr(_generating, "generate", never)
+    monkeypatch.setattr(_generating, "shipped_problems", never)
+    result = _run("generate", tmp_path / "missing" / "v5e.json", "--device", "v5e")
+    assert result.exit_code == 2
+    assert f"{tmp_path / 'missing'} is no folder. Make it first" in result.stderr
 
 
 def test_a_table_of_other_versions_is_stored_under_those_of_now(tmp_path):
