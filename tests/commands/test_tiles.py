@@ -17,6 +17,7 @@ import pallas_ops as po
 from pallas_ops.commands import _files, _generating, _tiles, main
 from pallas_ops.commands._entries import check_entry
 from pallas_ops.commands._products import make_problem
+from pallas_ops.commands._why import explain
 from pallas_ops.kernels import run_kernel
 from pallas_ops.tiles import Entry, problem_key, table_json, TileStore, versions
 
@@ -471,7 +472,15 @@ def test_why_of_what_is_shipped():
     why = _why(2048, 4096, 4096, "--device", "v5e")
     assert why["source"] == "table"
     assert why["reason"].startswith("found by compiler: predicted")
-    assert _asked(why)[-1] == "the 5 tables that come with the package"
+    assert _asked(why)[-1] == "the table for v5e that comes with the package"
+
+
+@pytest.mark.parametrize("device", ["TPU v9", None])
+def test_why_where_no_table_is_asked(device):
+    problem = dataclasses.replace(_problem(implementation="interpret"), device=device)
+    why = explain(problem, "cached")
+    step = next(step for step in why.steps if "package" in step.asked)
+    assert step.answer == f"there is none {f'for {device}' if device else 'where no TPU is named'}"
 
 
 def test_why_of_what_is_stored():
