@@ -57,10 +57,22 @@ def tile_json(tile: Any) -> dict[str, int]:
 @contextlib.contextmanager
 def readable() -> Iterator[None]:
     """An error of the library as one line, without a traceback: its messages are for people."""
+    from ..compiler import CompilerUnavailableError
+
     try:
         yield
-    except (ValueError, TypeError, NotImplementedError) as error:
+    except (ValueError, TypeError, NotImplementedError, CompilerUnavailableError) as error:
         raise click.ClickException(str(error)) from error
+
+
+def require_compiler() -> None:
+    """Before any work begins: one error where there is no TPU compiler, which names what to
+    install."""
+    from ..compiler._topology import why_no_compiler
+
+    reason = why_no_compiler()
+    if reason is not None:
+        raise click.ClickException(f"This is predicted by the TPU compiler. {reason}")
 
 
 @contextlib.contextmanager

@@ -143,7 +143,8 @@ def plot_rows(rows: "Sequence[Row]", device: str, file: str) -> None:
         len(products), 1, figsize=(width, 3.5 * len(products)), squeeze=False, layout="constrained"
     )
     kinds = " and ".join(sorted({row.kind for row in rows}))
-    figure.suptitle(f"{device}, {kinds}")
+    note = "" if all(row.calibrated for row in rows) else ", UNCALIBRATED"
+    figure.suptitle(f"{device}, {kinds}{note}")
     for panel, (product, dtype) in zip(panels[:, 0], products, strict=True):
         for offset, provider in enumerate((*PROVIDERS, "roofline")):
             own = {
@@ -162,7 +163,9 @@ def plot_rows(rows: "Sequence[Row]", device: str, file: str) -> None:
         panel.set(title=f"{product}, {dtype}", ylabel="TFLOP/s")
         names = ["x".join(map(str, shape)) for shape in shapes]
         panel.set_xticks(range(len(shapes)), names, rotation=90, fontsize=7)
-        panel.legend()
+    # Beside all bars, and not over those of one shape.
+    handles, labels = panels[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper")
     _save(figure, file)
 
 
