@@ -13,7 +13,9 @@ from ._console import (
     print_json,
     read_shapes,
     readable,
+    require_compiler,
 )
+from ._files import read_output, read_output_or_dash, write_whole
 
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ def _plot_option(function: Any) -> Any:
     return click.option(
         "--plot",
         metavar="FILE",
-        type=click.Path(dir_okay=False, writable=True),
+        callback=read_output,
         help="Save a picture (needs pallas-ops[plots]).",
     )(function)
 
@@ -72,8 +74,16 @@ def _plot_option(function: Any) -> Any:
     help="Of the forward product; NT is a linear layer.",
 )
 @click.option("--search", is_flag=True, help="Look for each tile by the compiler, stored or not.")
-@click.option("--json", "json_file", metavar="FILE", help="Write the rows as JSON (- to print).")
-@click.option("--csv", "csv_file", metavar="FILE", help="Write the rows as CSV.")
+@click.option(
+    "--json",
+    "json_file",
+    metavar="FILE",
+    callback=read_output_or_dash,
+    help="Write the rows as JSON (- to print).",
+)
+@click.option(
+    "--csv", "csv_file", metavar="FILE", callback=read_output, help="Write the rows as CSV."
+)
 @_plot_option
 @click.pass_context
 def command(
@@ -101,13 +111,17 @@ def command(
         from ._plots import check_plotting
 
         check_plotting(plot)
+    if rows and shapes:
+        raise click.UsageError(
+            "--rows chooses among the language models' shapes, and --shape names other ones: give "
+            "one of the two."
+        )
     platform = default_platform()
-    import json
-
-    from ._benchmark import measured_rows, predicted_rows, PRODUCT_NAMES, rows_csv
+    if platform != "tpu":
+        require_compiler()
+    from ._benchmark import measured_rows, predicted_rows, PRODUCT_NAMES
     from ._products import device_name
     from ._shapes import PROJECTIONS, ROWS, SQUARES
-    from ._tiles import _write_whole as write_whole
 
     with readable():
         name = device_name(None if platform == "tpu" else device, platform)
@@ -130,20 +144,44 @@ def command(
     with readable():
         for group in _advancing(groups, len(shapes) * len(wanted) * len(dtypes)):
             found += group
-    if json_file is not None:
-        text = json.dumps([row.as_json() for row in found], indent=1, allow_nan=False) + "\n"
-        if json_file == "-":
-            click.echo(text, nl=False)
-        else:
-            write_whole(pathlib.Path(json_file), text)
-    if csv_file is not None:
-        write_whole(pathlib.Path(csv_file), rows_csv(found))
-    if plot is not None:
-        from ._plots import plot_rows
-
-        plot_rows(found, name, plot)
+    failures = _write_rows(found, name, json_file, csv_file, plot)
     if json_file != "-":
         _print_rows(found, name)
+    if failures:
+        raise click.ClickException(" ".join(failures))
+
+
+def _write_rows(
+    rows: "list[Row]", device: str, json_file: str | None, csv_file: str | None, plot: str | None
+) -> list[str]:
+    """Writes what was asked for, and says what could not be: one must not cost the others."""
+    import json
+
+    from ._benchmark import rows_csv
+
+    def write_json(file: str) -> None:
+        text = json.dumps([row.as_json() for row in rows], indent=1, allow_nan=False) + "\n"
+        if file == "-":
+            click.echo(text, nl=False)
+        else:
+            write_whole(pathlib.Path(file), text)
+
+    def write_csv(file: str) -> None:
+        write_whole(pathlib.Path(file), rows_csv(rows))
+
+    def write_plot(file: str) -> None:
+        from ._plots import plot_rows
+
+        plot_rows(rows, device, file)
+
+    failures = []
+    for file, write in ((json_file, write_json), (csv_file, write_csv), (plot, write_plot)):
+        try:
+            if file is not None:
+                write(file)
+        except click.ClickException as error:
+            failures.append(error.message)
+    return failures
 
 
 def _advancing(groups: Any, total: int) -> Any:
@@ -161,7 +199,6 @@ def _print_rows(rows: "list[Row]", device: str) -> None:
     from rich import box
     from rich.table import Table
 
-    from .._hardware import find_generation
     from ._benchmark import PROVIDERS
     from ._predicting import libtpu_name
 
@@ -198,8 +235,7 @@ def _print_rows(rows: "list[Row]", device: str) -> None:
     if all(row.kind == "measured" for row in rows):
         console.print(f"Measured here, on a {device}, without dispatch.")
         return
-    generation = find_generation(device)
-    if generation is not None and not generation.is_calibrated:
+    if not all(row.calibrated for row in rows):
         console.print(f"UNCALIBRATED: no timings of a {device} were compared with the model.")
     console.print(
         f"Predicted for a {device}, not measured: schedules of {libtpu_name()}, read by a model. "
@@ -220,6 +256,7 @@ def published(fit: bool, as_json: bool, plot: str | None) -> None:
         from ._plots import check_plotting
 
         check_plotting(plot)
+    require_compiler()
     from ._published import compare, LATENCIES
 
     try:
@@ -307,7 +344,7 @@ def _print_variants(variants: "Sequence[Variant]", console: "Console") -> None:
 @click.option(
     "--tiles",
     type=click.IntRange(min=6),
-    default=72,
+    default=96,
     show_default=True,
     help="How many tiles near the limit, over all products.",
 )
@@ -318,17 +355,18 @@ def vmem(device: str, tiles: int, as_json: bool) -> None:
     Tiles near the default limit are compiled within it, whether or not the estimate would prune
     them. A v4 is of most use: its limit cannot be raised.
     """
+    require_compiler()
     from .._hardware import known_generation
     from ._predicting import libtpu_name
     from ._vmem_study import study
 
     with readable():
         name = known_generation(device).name
-    found = study(name, tiles=tiles)
-    if as_json:
-        print_json(found.as_json())
-        return
+        found = study(name, tiles=tiles)
     numbers = found.as_json()
+    if as_json:
+        print_json(numbers)
+        return
     click.echo(
         f"{numbers['tiles']} tiles near the limit of {found.limit_bytes / 2**20:g} MiB, {name}, "
         f"{libtpu_name()}:\n"
@@ -336,9 +374,17 @@ def vmem(device: str, tiles: int, as_json: bool) -> None:
         f"  kept, and refused (false accepts)     {numbers['false_accepts']}\n"
         f"  pruned, and refused                   {numbers['pruned_and_refused']}\n"
         f"  pruned, though they compile           {numbers['pruned_and_compile']}\n"
-        f"    of these within 2 % of the best     {numbers['pruned_within_2_percent']}\n"
+        f"    of these within 2 % of the best     {numbers['pruned_within_2_percent']}"
+    )
+    if found.unanswered:
+        click.echo(f"  no verdict, and in no count           {found.unanswered}")
+    if found.kept_regret is None:
+        click.echo("Nothing can be compared: of some product no tile that is kept has a time.")
+        return
+    note = "" if found.calibrated else " (uncalibrated)"
+    click.echo(
         f"The best that is kept is slower than the best of all by "
-        f"{numbers['kept_regret']:.1%} at most, by predicted times."
+        f"{found.kept_regret:.1%} at most, by predicted times{note}."
     )
 
 

@@ -14,6 +14,7 @@ from ..compiler import (
     chip,
     CompileJob,
     CompilePool,
+    CompilerUnavailableError,
     judge,
     roofline_seconds,
     Verdict,
@@ -51,6 +52,7 @@ class Row:
     - `flops`: of the product.
     - `kind`: `"predicted"` or `"measured"`.
     - `roofline_seconds`: the least that the chip could take.
+    - `calibrated`: whether the model that predicts was compared with timings of this TPU.
     - `static_mxu_use`: the part of a step in which the busiest MXU works, where that was compiled.
     - `note`: why there is no time, or what it leaves out.
     """
@@ -66,6 +68,7 @@ class Row:
     flops: int
     kind: str
     roofline_seconds: float
+    calibrated: bool
     static_mxu_use: float | None = None
     note: str = ""
 
@@ -85,6 +88,7 @@ class Row:
             "time_us": None if self.seconds is None else self.seconds * 1e6,
             "tflops": self.tflops,
             "kind": self.kind,
+            "calibrated": self.calibrated,
             "roofline_us": self.roofline_seconds * 1e6,
             "static_mxu_use": self.static_mxu_use,
             "note": self.note,
@@ -115,7 +119,7 @@ class _Case:
     def row(self, provider: str, kind: str, **fields: Any) -> Row:
         m, k, n = self.shape
         assert self.problem.device is not None
-        least = roofline_seconds(self.problem.matmul, chip(self.problem.device))
+        on = chip(self.problem.device)
         return Row(
             m=m,
             k=k,
@@ -125,7 +129,8 @@ class _Case:
             provider=provider,
             flops=self.problem.matmul.flops,
             kind=kind,
-            roofline_seconds=least,
+            roofline_seconds=roofline_seconds(self.problem.matmul, on),
+            calibrated=on.calibrated,
             **fields,
         )
 
@@ -190,6 +195,10 @@ def predicted_rows(
     - `products`: out of `PRODUCTS`.
     - `layout`: of the forward product.
     - `search`: whether to look for a tile by the compiler although one is stored.
+
+    **Raises:**
+
+    [`pallas_ops.compiler.CompilerUnavailableError`][] where there is no compiler that answers.
     """
     with CompilePool() as pool:
         for case in _cases(shapes, dtypes, products, layout, device):
@@ -199,6 +208,10 @@ def predicted_rows(
 def _predicted(case: _Case, pool: CompilePool, search: bool) -> list[Row]:
     problem = case.problem
     assert problem.device is not None
+    # XLA's own dot first: it tells whether there is a compiler, before tiles are looked for.
+    (verdict,) = pool.ask([CompileJob(problem.matmul, problem.device)])
+    if verdict is not None and verdict.unavailable:
+        raise CompilerUnavailableError(verdict.error)
     known = None if search else known_tile(problem)
     if known is None:
         tiles = candidates(problem, most=_CANDIDATES)
@@ -227,7 +240,6 @@ def _predicted(case: _Case, pool: CompilePool, search: bool) -> list[Row]:
                 static_mxu_use=judgement.verdict.schedule.middle.mxu_use,
             )
         )
-    (verdict,) = pool.ask([CompileJob(problem.matmul, problem.device)])
     return [*rows, _xla_row(case, verdict)]
 
 

@@ -57,10 +57,22 @@ def tile_json(tile: Any) -> dict[str, int]:
 @contextlib.contextmanager
 def readable() -> Iterator[None]:
     """An error of the library as one line, without a traceback: its messages are for people."""
+    from ..compiler import CompilerUnavailableError
+
     try:
         yield
-    except (ValueError, TypeError, NotImplementedError) as error:
+    except (ValueError, TypeError, NotImplementedError, CompilerUnavailableError) as error:
         raise click.ClickException(str(error)) from error
+
+
+def require_compiler() -> None:
+    """Before any work begins: one error where there is no TPU compiler, which names what to
+    install."""
+    from ..compiler._topology import why_no_compiler
+
+    reason = why_no_compiler()
+    if reason is not None:
+        raise click.ClickException(f"This is predicted by the TPU compiler. {reason}")
 
 
 @contextlib.contextmanager
@@ -116,6 +128,15 @@ def default_platform() -> str:
         return jax.default_backend()
     except RuntimeError as error:  # such as JAX_PLATFORMS=tpu without a TPU
         raise click.ClickException(f"JAX does not start: {error}") from None
+
+
+product_option = click.option(
+    "--product",
+    type=click.Choice(["forward", "lhs_cotangent", "rhs_cotangent"]),
+    default="forward",
+    show_default=True,
+    help="The product of M x K and K x N itself, or one of its gradients.",
+)
 
 
 def problem_options(function: Callable) -> Callable:

@@ -1,30 +1,32 @@
 """Pictures of what was predicted or measured."""
 
 import importlib.util
+import io
 import pathlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import click
 
+from ._files import write_whole
+
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from ._benchmark import Row
-    from ._predicting import Report
+    from ._predicting import Report, Row as PredictRow
     from ._published import Comparison
 
 
 def check_plotting(file: str) -> None:
-    """Before any work begins: whether a picture can be made and written there."""
+    """Before any work begins: whether a picture can be made, of the kind that the suffix says."""
     if importlib.util.find_spec("matplotlib") is None:
         raise click.ClickException(
             "--plot needs matplotlib: pip install 'pallas-ops[plots]', or leave --plot out."
         )
     path = pathlib.Path(file)
-    if not path.absolute().parent.is_dir():
-        raise click.BadParameter(f"{path.parent} is no folder.", param_hint="--plot")
     import matplotlib
 
     matplotlib.use("agg")
@@ -41,6 +43,20 @@ def check_plotting(file: str) -> None:
 def plot_report(found: "Report", file: str) -> None:
     """A roofline with each tile on it, and a map of the best time for each pair of blocks."""
     import matplotlib.pyplot as plt
+
+    rows = [row for row in found.rows if row.tflops is not None]
+    figure, (roof, tiles) = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
+    note = "" if found.calibrated else ", UNCALIBRATED"
+    title = f"predicted from schedules of {found.libtpu}{note}"
+    if found.no_compiler is not None:
+        title = "no TPU compiler: nothing is predicted"
+    figure.suptitle(f"{found.problem.describe()}\n{title}")
+    _plot_roofline(found, rows, roof)
+    _plot_map(rows, tiles)
+    _save(figure, file)
+
+
+def _plot_roofline(found: "Report", rows: "Sequence[PredictRow]", roof: "Axes") -> None:
     import numpy as np
 
     from ..compiler import chip, peak_operations_per_second
@@ -48,22 +64,17 @@ def plot_report(found: "Report", file: str) -> None:
     problem = found.problem
     assert problem.device is not None
     on = chip(problem.device)
-    rows = [row for row in found.rows if row.tflops is not None and row.hbm_bytes]
-    figure, (roof, tiles) = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
-    note = "" if found.calibrated else ", UNCALIBRATED"
-    figure.suptitle(f"{problem.describe()}\npredicted from schedules of {found.libtpu}{note}")
-
     least = problem.matmul.flops / problem.matmul.bytes_accessed
     peak = problem.matmul.flops / found.roofline_seconds / 1e12
     top = peak_operations_per_second(problem.matmul, on) / 1e12
     intensities = np.geomspace(max(least / 100, 0.1), least * 4, 200)
     roofline = np.minimum(top, intensities * on.bytes_per_second / 1e12)
     roof.loglog(intensities, roofline, color="black", label=f"{problem.device}: {top:.0f} TFLOP/s")
-    roof.scatter(
-        [row.flops / row.hbm_bytes for row in rows if row.hbm_bytes],
-        [row.tflops for row in rows if row.tflops],
-        label="tiles, predicted",
-    )
+    placed = [
+        (row.flops / row.hbm_bytes, row.tflops) for row in rows if row.hbm_bytes and row.tflops
+    ]
+    if placed:
+        roof.scatter(*zip(*placed, strict=True), label="tiles, predicted")
     roof.scatter([least], [peak], marker="*", s=120, label="this product at the roofline")
     if found.xla is not None:
         xla = problem.matmul.flops / found.xla.seconds / 1e12
@@ -71,6 +82,14 @@ def plot_report(found: "Report", file: str) -> None:
     roof.set(xlabel="operations for each byte of HBM", ylabel="TFLOP/s")
     roof.legend()
 
+
+def _plot_map(rows: "Sequence[PredictRow]", tiles: "Axes") -> None:
+    import numpy as np
+
+    if not rows:
+        tiles.set_axis_off()
+        tiles.text(0.5, 0.5, "no tile has a predicted time", ha="center", va="center")
+        return
     ms = sorted({row.blocks[0] for row in rows})
     ns = sorted({row.blocks[2] for row in rows})
     best = np.full((len(ms), len(ns)), np.nan)
@@ -78,26 +97,36 @@ def plot_report(found: "Report", file: str) -> None:
         place = ms.index(row.blocks[0]), ns.index(row.blocks[2])
         if row.tflops is not None:
             best[place] = np.nanmax([best[place], row.tflops])
-    image = tiles.imshow(best, aspect="auto", origin="lower")
+    # The colours of one rate alone need another limit.
+    least = 0 if np.nanmin(best) == np.nanmax(best) else None
+    image = tiles.imshow(best, aspect="auto", origin="lower", vmin=least)
     tiles.set(xlabel="block_n", ylabel="block_m", title="TFLOP/s with the best block_k")
     tiles.set_xticks(range(len(ns)), list(map(str, ns)))
     tiles.set_yticks(range(len(ms)), list(map(str, ms)))
     for (i, j), value in np.ndenumerate(best):
         if not np.isnan(value):
-            tiles.text(j, i, f"{value:.0f}", ha="center", va="center", color="white")
-    if rows:
-        figure.colorbar(image, ax=tiles)
-    _save(figure, file)
+            color = _readable_on(tuple(image.to_rgba(value)))
+            tiles.text(j, i, f"{value:.0f}", ha="center", va="center", color=color)
+    tiles.figure.colorbar(image, ax=tiles)
+
+
+def _readable_on(background: "tuple[float, ...]") -> str:
+    """Black or white, whichever has more contrast with a background: WCAG's relative luminance."""
+    linear = [
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4
+        for part in background[:3]
+    ]
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return "black" if luminance > 0.179 else "white"
 
 
 def _save(figure: "Figure", file: str) -> None:
     import matplotlib.pyplot as plt
 
-    try:
-        figure.savefig(file)
-    except OSError as error:
-        raise click.ClickException(f"{file} cannot be written: {error.strerror}.") from None
+    picture = io.BytesIO()
+    figure.savefig(picture, format=pathlib.Path(file).suffix.removeprefix(".").lower())
     plt.close(figure)
+    write_whole(pathlib.Path(file), picture.getvalue())
 
 
 def plot_rows(rows: "Sequence[Row]", device: str, file: str) -> None:
@@ -114,7 +143,8 @@ def plot_rows(rows: "Sequence[Row]", device: str, file: str) -> None:
         len(products), 1, figsize=(width, 3.5 * len(products)), squeeze=False, layout="constrained"
     )
     kinds = " and ".join(sorted({row.kind for row in rows}))
-    figure.suptitle(f"{device}, {kinds}")
+    note = "" if all(row.calibrated for row in rows) else ", UNCALIBRATED"
+    figure.suptitle(f"{device}, {kinds}{note}")
     for panel, (product, dtype) in zip(panels[:, 0], products, strict=True):
         for offset, provider in enumerate((*PROVIDERS, "roofline")):
             own = {
@@ -133,7 +163,9 @@ def plot_rows(rows: "Sequence[Row]", device: str, file: str) -> None:
         panel.set(title=f"{product}, {dtype}", ylabel="TFLOP/s")
         names = ["x".join(map(str, shape)) for shape in shapes]
         panel.set_xticks(range(len(shapes)), names, rotation=90, fontsize=7)
-        panel.legend()
+    # Beside all bars, and not over those of one shape.
+    handles, labels = panels[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper")
     _save(figure, file)
 
 

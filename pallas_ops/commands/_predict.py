@@ -1,23 +1,27 @@
 """`pallas-ops predict`: what the TPU compiler makes of a tile, and the time that follows."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import click
 
 from ._console import (
+    counted,
     format_bytes,
     make_console,
     print_json,
     problem_options,
+    product_option,
     read_triples,
     readable,
 )
+from ._files import read_output
 
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ._predicting import Report
+    from ._predicting import Report, Row
 
 
 @click.command("predict")
@@ -25,13 +29,7 @@ if TYPE_CHECKING:
 @click.argument("k", type=click.IntRange(min=1))
 @click.argument("n", type=click.IntRange(min=1))
 @problem_options
-@click.option(
-    "--product",
-    type=click.Choice(["forward", "lhs_cotangent", "rhs_cotangent"]),
-    default="forward",
-    show_default=True,
-    help="The product of M x K and K x N itself, or one of its gradients.",
-)
+@product_option
 @click.option("--device", default="v5e", show_default=True, help="The TPU to compile for.")
 @click.option(
     "--tile",
@@ -57,7 +55,8 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--plot",
-    type=click.Path(dir_okay=False, writable=True),
+    metavar="FILE",
+    callback=read_output,
     help="Save a roofline and a map of the tiles as a picture (needs pallas-ops[plots]).",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -117,9 +116,6 @@ def command(
 
 
 def _print(found: "Report", best: int | None) -> None:
-    from rich import box
-    from rich.table import Table
-
     console = make_console()
     problem = found.problem
     console.print(f"{problem.describe()}\n")
@@ -128,40 +124,90 @@ def _print(found: "Report", best: int | None) -> None:
             f"UNCALIBRATED: no published timings of a {problem.device} were compared with the "
             f"model. Its times order tiles; they are not to be relied on.\n"
         )
-    if found.no_compiler is not None:
+    shown = found.rows[:best]
+    if found.no_compiler is None:
+        _print_tiles(found, shown, console)
+    else:
         console.print(f"No TPU compiler: {found.no_compiler}")
         console.print("The times are of the analytic estimate, which compiles nothing.\n")
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("tile", "VMEM", "of", "MXU use", "spills", "time", "TFLOP/s", "bound by"):
-        table.add_column(name, justify="left" if name in ("tile", "bound by") else "right")
-    shown = found.rows[:best]
-    for row in shown:
-        name = "x".join(map(str, row.blocks))
-        vmem = "" if row.vmem_bytes is None else format_bytes(row.vmem_bytes)
-        limit = format_bytes(row.vmem_limit_bytes)
-        if row.seconds is None:
-            time = "" if row.analytic_seconds is None else f"{row.analytic_seconds * 1e6:.1f} us"
-            table.add_row(name, vmem, limit, "", "", time, "", row.error or "analytic estimate")
-            continue
-        table.add_row(
-            name,
-            vmem,
-            limit,
-            f"{row.static_mxu_use:.1%}",
-            str(row.spills),
-            f"{row.seconds * 1e6:.1f} us",
-            f"{row.tflops:.1f}",
-            row.bound,
-        )
-    console.print(table)
+        _print_estimates(shown, console)
+    _print_reasons(found, shown, console)
     if len(found.rows) > len(shown):
-        console.print(f"The best {len(shown)} of {len(found.rows)} that were compiled.\n")
+        console.print(f"{_what_is_shown(found, shown)}\n")
     console.print(
         f"Roofline             {found.roofline_seconds * 1e6:.1f} us, by JAX's hardware table"
     )
     if found.no_compiler is None:
         _print_xla(found, console)
+    if found.xla is not None or any(row.seconds is not None for row in found.rows):
         console.print(f"\nPredicted, not measured: schedules of {found.libtpu}, read by a model.")
+
+
+def _name(row: "Row") -> str:
+    return "x".join(map(str, row.blocks))
+
+
+_WITHOUT_A_TIME = {False: "refused", None: "no verdict", True: "no schedule"}
+"""What the table says of a tile without a time, by whether it compiles."""
+
+
+def _print_tiles(found: "Report", shown: "Sequence[Row]", console: "Console") -> None:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("tile", "VMEM", "of", "MXU use", "spills", "time", "TFLOP/s", "bound by"):
+        table.add_column(name, justify="left" if name in ("tile", "bound by") else "right")
+    for row in shown:
+        vmem = "" if row.vmem_bytes is None else format_bytes(row.vmem_bytes)
+        limit = format_bytes(row.vmem_limit_bytes)
+        cells = ["", "", "", "", _WITHOUT_A_TIME[row.compiles]]
+        if row.seconds is not None:
+            cells = [
+                f"{row.static_mxu_use:.1%}",
+                str(row.spills),
+                f"{row.seconds * 1e6:.1f} us",
+                f"{row.tflops:.1f}",
+                row.bound or "",
+            ]
+        table.add_row(_name(row), vmem, limit, *cells)
+    console.print(table)
+
+
+def _print_estimates(shown: "Sequence[Row]", console: "Console") -> None:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("tile")
+    table.add_column("analytic estimate", justify="right")
+    for row in shown:
+        seconds = row.analytic_seconds
+        table.add_row(_name(row), "refused" if seconds is None else f"{seconds * 1e6:.1f} us")
+    console.print(table)
+
+
+def _print_reasons(found: "Report", shown: "Sequence[Row]", console: "Console") -> None:
+    """Why tiles have no time, each reason once: in the table it would be the widest column."""
+    tiles: dict[tuple[str, str], list[str]] = {}
+    for row in shown:
+        if row.error is not None and row.error != found.no_compiler:
+            tiles.setdefault((_WITHOUT_A_TIME[row.compiles], row.error), []).append(_name(row))
+    for (what, reason), names in tiles.items():
+        console.print(f"{', '.join(names)}: {what}: {reason}")
+    if tiles:
+        console.print()
+
+
+def _what_is_shown(found: "Report", shown: "Sequence[Row]") -> str:
+    if found.no_compiler is not None:
+        return f"The best {len(shown)} of {counted(len(found.rows), 'candidate')}."
+    timed = sum(row.seconds is not None for row in found.rows)
+    without = len(found.rows) - timed
+    if not timed:
+        return f"{len(shown)} of {counted(len(found.rows), 'candidate')}, none of them with a time."
+    text = f"The best {min(len(shown), timed)} of {timed} that were compiled."
+    return text if not without else f"{text} {without} more have no time."
 
 
 _XLA_SOURCES = {
@@ -172,6 +218,9 @@ _XLA_SOURCES = {
 
 
 def _print_xla(found: "Report", console: "Console") -> None:
+    if found.xla_error is not None:
+        console.print(f"XLA's own estimate   none: {found.xla_error}")
+        return
     if found.xla_estimate_seconds is None:
         console.print("XLA's own estimate   none: its program of this product carries no cycles")
     else:
@@ -180,4 +229,4 @@ def _print_xla(found: "Report", console: "Console") -> None:
     if found.xla is not None:
         time, source = found.xla.seconds * 1e6, _XLA_SOURCES[found.xla.source]
         console.print(f"XLA's dot            {time:.1f} us, {source}")
-    console.print("Neither counts what XLA moves to VMEM beforehand.")
+        console.print("Neither counts what XLA moves to VMEM beforehand.")

@@ -12,6 +12,7 @@ from ..compiler import (
     judge,
     Judgement,
     roofline_seconds,
+    Verdict,
     xla_estimate_seconds,
     xla_time,
     XlaTime,
@@ -41,7 +42,8 @@ class Row:
     **Arguments:**
 
     - `blocks`: block_m, block_k and block_n.
-    - `compiles`: whether the compiler takes it; `None` where there is no compiler to ask.
+    - `compiles`: whether the compiler takes it; `None` where it gave no verdict: there is no
+        compiler, say, or its process was lost.
     - `error`: why not, or why there is no time.
     - `vmem_bytes`, `vmem_limit_bytes`: what it takes, and what it may take.
     - `static_mxu_use`: the part of a step in which the busiest MXU works, in the middle of the sum.
@@ -99,6 +101,7 @@ class Report:
     - `xla_estimate_seconds`: XLA's own estimate of its dot.
     - `xla`: the time of XLA's dot, by the model that predicts the tiles where it can.
     - `libtpu`: which compiler.
+    - `xla_error`: why XLA's dot has neither, where it was not compiled.
     - `no_compiler`: why there is none.
     """
 
@@ -109,6 +112,7 @@ class Report:
     xla_estimate_seconds: float | None
     xla: XlaTime | None
     libtpu: str
+    xla_error: str | None = None
     no_compiler: str | None = None
 
     def as_json(self, best: int | None = None) -> dict[str, Any]:
@@ -130,6 +134,7 @@ class Report:
             "xla_estimate_us": _microseconds(self.xla_estimate_seconds),
             "xla_us": None if self.xla is None else _microseconds(self.xla.seconds),
             "xla_source": None if self.xla is None else self.xla.source,
+            "xla_error": self.xla_error,
             "tiles": [row.as_json() for row in self.rows[:best]],
         }
 
@@ -149,6 +154,12 @@ def why_not_compiled(problem: TileProblem, tile: TileConfig) -> str | None:
     return why_too_large(problem, tile)
 
 
+def _whether_it_compiles(verdict: Verdict) -> bool | None:
+    """What the compiler says; `None` where it was not heard, which says nothing of the program."""
+    unheard = verdict.transient and not verdict.compiles
+    return None if unheard else verdict.compiles
+
+
 def _row(problem: TileProblem, tile: TileConfig, judgement: Judgement | None) -> Row:
     default = scoped_vmem_limit_bytes(problem.device)
     row = Row(tile.blocks, vmem_limit_bytes(problem, tile) or default, problem.matmul.flops)
@@ -158,7 +169,7 @@ def _row(problem: TileProblem, tile: TileConfig, judgement: Judgement | None) ->
     analytic = estimate_seconds(problem, tile)
     row = dataclasses.replace(
         row,
-        compiles=None if verdict.unavailable else verdict.compiles,
+        compiles=_whether_it_compiles(verdict),
         error=judgement.error,
         vmem_bytes=verdict.vmem_bytes,
         analytic_seconds=analytic,
@@ -204,7 +215,8 @@ def report(
         return row.seconds is None, float("inf") if seconds is None else seconds
 
     on = chip(problem.device)
-    unavailable = [one.verdict.error for one in judged if one and one.verdict.unavailable]
+    verdicts = [*(judgement.verdict for judgement in judged if judgement), *([xla] if xla else [])]
+    unavailable = [verdict.error for verdict in verdicts if verdict.unavailable]
     return Report(
         problem=problem,
         rows=tuple(sorted(rows, key=place)),
@@ -213,5 +225,6 @@ def report(
         xla_estimate_seconds=None if xla is None else xla_estimate_seconds(xla, on),
         xla=None if xla is None else xla_time(problem.matmul, xla, on),
         libtpu=libtpu_name(),
+        xla_error=None if xla is None else xla.error,
         no_compiler=unavailable[0] if unavailable else None,
     )

@@ -1,10 +1,7 @@
 """`pallas-ops tiles`: what is stored, and how a tile is chosen."""
 
-import contextlib
 import math
-import os
 import pathlib
-import tempfile
 from typing import Any, TYPE_CHECKING
 
 import click
@@ -18,10 +15,12 @@ from ._console import (
     make_console,
     print_json,
     problem_options,
+    product_option,
     readable,
     tile_json,
     told_warnings,
 )
+from ._files import read_output, write_whole
 
 
 if TYPE_CHECKING:
@@ -185,7 +184,7 @@ def export(file: str, device: str | None) -> None:
     if file in ("-", "/dev/stdout"):  # opened anew, a file there would be written over
         click.echo(text, nl=False)
         return
-    _write_whole(pathlib.Path(file), text)
+    write_whole(pathlib.Path(file), text)
     out = len(everything) - len(entries)
     click.echo(
         f"{counted(len(entries), 'tile')} written to {file}"
@@ -193,36 +192,8 @@ def export(file: str, device: str | None) -> None:
     )
 
 
-def _write_whole(path: pathlib.Path, text: str) -> None:
-    """Writes a file beside, and renames it: what was there stays until all of the new is.
-
-    What is no file, such as a pipe or `/dev/null`, is written to and stays what it is; so is a file
-    that somebody has opened, by the name of its descriptor.
-    """
-    name = None
-    try:
-        is_descriptor = str(path.absolute()).startswith(("/dev/fd/", "/dev/std", "/proc/"))
-        if path.exists() and (is_descriptor or not path.is_file()):
-            with path.open("a", encoding="utf-8") as stream:
-                stream.write(text)
-            return
-        # Where the name is a link, what it points to is replaced.
-        path = path.resolve()
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-", suffix=".tmp")
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(text)
-        # A temporary file is its owner's alone; this one is to be shared.
-        os.chmod(name, path.stat().st_mode & 0o777 if path.exists() else 0o644)
-        os.replace(name, path)
-    except OSError as error:
-        if name is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(name)
-        raise click.ClickException(f"{path} cannot be written: {error.strerror}.") from None
-
-
 @command.command("generate")
-@click.argument("file", type=click.Path(dir_okay=False, path_type=str))
+@click.argument("file", callback=read_output)
 @click.option("--device", required=True, help="The TPU, such as v5e.")
 @click.option(
     "--dtype",
@@ -258,7 +229,7 @@ def generate(file: str, device: str, dtypes: tuple[str, ...], candidates: int | 
     if not entries:
         description = missing[0].describe()
         raise click.ClickException(f"No tile compiled, of {description} for one. Nothing written.")
-    _write_whole(pathlib.Path(file), table_json(entries))
+    write_whole(pathlib.Path(file), table_json(entries))
     click.echo(f"{counted(len(entries), 'tile')} written to {file}.")
     for problem in missing:
         click.echo(f"Without a tile that compiles: {problem.describe()}")
@@ -333,13 +304,7 @@ def clear(yes: bool) -> None:
 @click.argument("k", type=click.IntRange(min=1))
 @click.argument("n", type=click.IntRange(min=1))
 @problem_options
-@click.option(
-    "--product",
-    type=click.Choice(["forward", "lhs_cotangent", "rhs_cotangent"]),
-    default="forward",
-    show_default=True,
-    help="The product of M x K and K x N itself, or one of its gradients.",
-)
+@product_option
 @click.option("--device", help="The TPU, such as v5e; the one that is here, else any.")
 @click.option(
     "--implementation",

@@ -20,7 +20,7 @@ from ..tiles import (
     versions,
 )
 from ..tiles._environment import environment_resolver, RESOLVERS, TILES_VARIABLE
-from ..tiles._tables import shipped_tables
+from ..tiles._tables import shipped_table
 from ..tiles._vmem import scoped_vmem_limit_bytes
 from ._console import default_platform
 
@@ -88,15 +88,17 @@ def _answer_of_store(problem: TileProblem, used: Resolution) -> Step:
     return Step(f"the store, {path}", answer)
 
 
-def _answer_of_tables(problem: TileProblem, used: Resolution) -> Step:
-    tables = shipped_tables()
-    if not tables:
-        return Step("the tables that come with the package", "there are none in this version")
-    found = [entry for table in tables if (entry := table.get(problem_key(problem))) is not None]
-    answer = ", ".join(str(entry.tile) for entry in found) if found else "nothing"
-    if found and used.source != "table":
+def _answer_of_table(problem: TileProblem, used: Resolution) -> Step:
+    device = problem.device
+    table = shipped_table(device)
+    if table is None:
+        which = "where no TPU is named" if device is None else f"for {device}"
+        return Step("the tables that come with the package", f"there is none {which}")
+    entry = table.get(problem_key(problem))
+    answer = "nothing" if entry is None else f"{entry.tile}"
+    if entry is not None and used.source != "table":
         answer += ", which does not fit here"
-    return Step(f"the {len(tables)} tables that come with the package", answer)
+    return Step(f"the table for {device} that comes with the package", answer)
 
 
 @contextlib.contextmanager
@@ -155,7 +157,7 @@ def explain(problem: TileProblem, tiles: str | None) -> Why:
             answer = "is asked by the first call and by `pallas-ops predict`, not by this command"
             steps.append(Step("the TPU compiler", answer))
         if resolution.source != "store":
-            steps.append(_answer_of_tables(problem, resolution))
+            steps.append(_answer_of_table(problem, resolution))
     if resolution.source == "estimate":
         steps.append(Step("the estimate by shape", f"{resolution.tile}"))
     return Why(problem, tuple(steps), resolution)

@@ -198,16 +198,28 @@ def one_line(error: BaseException) -> str:
     memory = re.search(r"Scoped allocation with size \S+ and limit \S+", text)
     if code and memory:
         return f"{code.group()}: {memory.group()}"
-    return f"{type(error).__name__}: {text[:300]}"
+    memory = re.search(r"Ran out of memory in memory space vmem\. Used \S+ of \S+ vmem", text)
+    if memory:
+        return memory.group()
+    if len(text) > 300:
+        text = text[:300].rsplit(" ", 1)[0] + " ..."
+    return f"{type(error).__name__}: {text}"
 
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def vmem_of_error(text: str) -> int | None:
-    """The VMEM that a refused program would have taken, in bytes, as the compiler says it."""
-    found = re.search(r"[Ss]coped allocation with size ([\d.]+)([KMG]?)", text)
-    return None if found is None else round(float(found.group(1)) * _UNITS[found.group(2)])
+    """The VMEM that a refused program would have taken, in bytes, as the compiler says it.
+
+    It says so in one of two ways: of the limit of one kernel, or of all VMEM that it may use.
+    """
+    size = r"([\d.]+)([KMG]?)"
+    found = re.search(rf"[Ss]coped allocation with size {size}|Used {size} of \S+ vmem", text)
+    if found is None:
+        return None
+    number, unit = [group for group in found.groups() if group is not None]
+    return round(float(number) * _UNITS[unit])
 
 
 def vmem_of_report(folder: pathlib.Path) -> int | None:

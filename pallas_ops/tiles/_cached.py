@@ -11,7 +11,7 @@ from ._problem import TileProblem
 from ._resolver import check_fallback, Resolution, TileResolver
 from ._static import StaticResolver
 from ._store import default_directory, Entry, TileStore, warn_once
-from ._tables import load_table, shipped_tables
+from ._tables import load_table, shipped_table
 
 
 AGREE_SECONDS = 60.0
@@ -99,10 +99,10 @@ class CachedResolver:
         found = stored_tile(problem, directory)
         if found is not None:
             return found
-        own = [] if self.table is None else [load_table(self.table)]
+        own = None if self.table is None else load_table(self.table)
         key = problem_key(problem)
-        for table in (*own, *shipped_tables()):
-            entry = table.get(key)
+        for table in (own, shipped_table(problem.device)):
+            entry = None if table is None else table.get(key)
             resolution = None if entry is None else legal_again(problem, entry, "table")
             if resolution is not None:
                 return resolution

@@ -8,6 +8,7 @@ import pathlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from .._hardware import GENERATIONS
 from ..kernels import KERNEL_VERSION
 from ._store import Entry, InvalidEntryError, parse_json, SCHEMA, warn_once
 
@@ -81,13 +82,17 @@ def load_table(path: str | os.PathLike) -> Table:
         return Table([])
 
 
+def shipped_table(device: str | None) -> Table | None:
+    """The table that comes with the package for one TPU.
+
+    **Arguments:**
+
+    - `device`: a generation's name, as a problem has it; for any other there is none.
+    """
+    return _read_shipped(device) if device in GENERATIONS else None
+
+
 @functools.cache
-def shipped_tables() -> tuple[Table, ...]:
-    """The tables that come with the package."""
-    folder = importlib.resources.files(__package__) / "tables"
-    if not folder.is_dir():
-        return ()
-    files = sorted(folder.iterdir(), key=lambda file: file.name)
-    return tuple(
-        Table(read_table(file.read_bytes())) for file in files if file.name.endswith(".json")
-    )
+def _read_shipped(device: str) -> Table | None:
+    file = importlib.resources.files(__package__) / "tables" / f"{device}.json"
+    return Table(read_table(file.read_bytes())) if file.is_file() else None

@@ -126,6 +126,64 @@ def test_what_the_compiler_refuses(answers):
     assert "E1001: too much" in _run(1024, 1024, 1024, "--tile", "256,256,256").stdout
 
 
+def _table(text):
+    """The rows of the table by tile, each a list of its cells that are not empty."""
+    return {line.split()[0]: line.split()[1:] for line in text.splitlines() if "MiB " in line}
+
+
+def test_a_refused_tile_has_no_time_and_its_reason_is_told_once(answers):
+    reason = "E1001: " + "much too much of it " * 20
+    answers(Verdict(False, reason, vmem_bytes=20 << 20))
+    text = _run(1024, 1024, 1024, "--tile", "256,256,256", "--tile", "256,256,512").stdout
+    assert _table(text) == {
+        "256x256x256": ["20.0", "MiB", "16.0", "MiB", "refused"],
+        "256x256x512": ["20.0", "MiB", "16.0", "MiB", "refused"],
+    }
+    (told,) = [line for line in text.splitlines() if line.startswith("256x256x") and "E10" in line]
+    assert sorted(told.partition(": refused: ")[0].split(", ")) == ["256x256x256", "256x256x512"]
+    assert max(len(line) for line in text.splitlines() if reason.strip() not in line) < 110
+    assert "Predicted, not measured" not in text  # nothing was
+
+
+def test_a_verdict_that_was_not_given(answers):
+    answers(Verdict(False, "the compiler's process ended (SIGKILL)", transient=True))
+    found = _json(1024, 1024, 1024, "--tile", "256,256,256")
+    (tile,) = found["tiles"]
+    assert tile["compiles"] is None
+    assert tile["error"] == found["xla_error"] == "the compiler's process ended (SIGKILL)"
+    assert found["no_compiler"] is None
+    text = _run(1024, 1024, 1024, "--tile", "256,256,256").stdout
+    assert _table(text)["256x256x256"][2:] == ["no", "verdict"]
+    assert "XLA's own estimate   none: the compiler's process ended (SIGKILL)\n" in text
+    assert "carries no cycles" not in text
+
+
+def test_a_program_of_xla_without_cycles(answers):
+    answers(Verdict(True, schedule_error="none is read"))
+    found = _json(1024, 1024, 1024, "--tile", "256,256,256")
+    assert found["xla_estimate_us"] is found["xla_error"] is None
+    text = _run(1024, 1024, 1024, "--tile", "256,256,256").stdout
+    assert "none: its program of this product carries no cycles" in text
+    assert _table(text)["256x256x256"][2:] == ["no", "schedule"]
+
+
+def test_candidates_without_a_time_are_counted(monkeypatch):
+    ask = CompilePool.ask
+
+    def some(self, jobs, *, told=None, **given):
+        if jobs[0].blocks is None:
+            return ask(self, jobs, told=told, **given)
+        refused = Verdict(False, "E1001: too much")
+        answered = [ask(self, jobs[:1])[0], *[refused] * (len(jobs) - 1)]
+        for job, verdict in zip(jobs, answered, strict=True):
+            told(job, verdict)
+        return answered
+
+    monkeypatch.setattr(CompilePool, "ask", some)
+    text = _run(512, 512, 512, "--candidates", 4, "--best", 2).stdout
+    assert "The best 1 of 1 that were compiled. 3 more have no time.\n" in text
+
+
 def test_a_schedule_that_cannot_be_read(answers):
     answers(Verdict(True, schedule_error="the schedule cannot be read", vmem_bytes=1 << 20))
     found = _json(1024, 1024, 1024, "--tile", "256,256,256")
@@ -145,7 +203,13 @@ def test_without_a_compiler(answers):
     assert {tile["compiles"] for tile in found["tiles"]} == {None}
     assert {tile["predicted_us"] for tile in found["tiles"]} == {None}
     text = _run(4096, 4096, 4096).stdout
-    assert "No TPU compiler: The TPU compiler is not here" in text
+    assert "No TPU compiler: The TPU compiler is not here\n" in text
+    assert text.count("The TPU compiler is not here") == 1
+    assert "The best 5 of 12 candidates.\n" in text
+    assert "compiled" not in text.replace("which compiles nothing", "")
+    assert "XLA" not in text
+    (heading,) = [line for line in text.splitlines() if line.startswith(" tile ")]
+    assert heading.split() == ["tile", "analytic", "estimate"]
     assert "The times are of the analytic estimate, which compiles nothing." in text
     assert "Predicted, not measured" not in text
 
@@ -159,7 +223,8 @@ def test_without_a_compiler(answers):
         ((4, 4, 4, "--tile", "8,0,8"), "is no tile"),
         ((4, 4, 4, "--dtype", "float16"), "'float16' is not one of"),
         ((4, 4, 4, "--dtype", "int8", "--device", "v4"), "v4"),
-        ((4, 4, 4, "--plot", "missing/p.png"), "missing is no folder"),
+        ((4, 4, 4, "--plot", "missing/p.png"), "missing is no folder. Make it first"),
+        ((4, 4, 4, "--plot", "."), "it is a folder, and a file is expected"),
         ((4, 4, 4, "--plot", "p.nothing"), "has no suffix that matplotlib knows"),
     ],
 )
@@ -182,6 +247,39 @@ def test_a_picture(tmp_path, suffix):
     found = _json(512, 512, 512, "--candidates", 3, "--plot", file)
     assert found["tiles"]
     assert file.stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("tile", ["256,256,256", "100,128,128"])
+def test_a_picture_of_one_tile_or_of_none_warns_of_nothing(tmp_path, tile):
+    """A warning is an error here, as in all tests."""
+    file = tmp_path / "roofline.png"
+    _json(512, 512, 512, "--tile", tile, "--plot", file)
+    assert file.stat().st_size > 10_000
+
+
+def test_a_picture_without_a_compiler_says_that_nothing_is_predicted(
+    answers, monkeypatch, tmp_path
+):
+    answers(Verdict(False, "there is none", transient=True, unavailable=True))
+    figures = []
+    monkeypatch.setattr(_plots, "_save", lambda figure, file: figures.append(figure))
+    _json(512, 512, 512, "--plot", tmp_path / "p.png")
+    assert figures[0].get_suptitle().endswith("\nno TPU compiler: nothing is predicted")
+
+
+def test_the_numbers_of_a_map_can_be_read(monkeypatch, tmp_path):
+    figures = []
+    monkeypatch.setattr(_plots, "_save", lambda figure, file: figures.append(figure))
+    tiles = ("--tile", "128,128,128", "--tile", "512,512,512", "--tile", "256,256,256")
+    _json(512, 512, 512, *tiles, "--plot", tmp_path / "p.png")
+    _, tiles, _ = figures[0].axes
+    (image,) = tiles.images
+    ground = [tuple(image.to_rgba(float(text.get_text()))) for text in tiles.texts]
+    colors = [text.get_color() for text in tiles.texts]
+    assert len(colors) == 3
+    assert {"black", "white"} == set(colors)  # on yellow, and on violet
+    for (red, green, blue, _), color in zip(ground, colors, strict=True):
+        assert (0.3 * red + 0.6 * green + 0.1 * blue > 0.5) == (color == "black")
 
 
 def test_a_process_of_its_own_is_quiet(tmp_path):

@@ -14,9 +14,10 @@ import pytest
 from click.testing import CliRunner
 
 import pallas_ops as po
-from pallas_ops.commands import _tiles, main
+from pallas_ops.commands import _files, _generating, _tiles, main
 from pallas_ops.commands._entries import check_entry
 from pallas_ops.commands._products import make_problem
+from pallas_ops.commands._why import explain
 from pallas_ops.kernels import run_kernel
 from pallas_ops.tiles import Entry, problem_key, table_json, TileStore, versions
 
@@ -251,7 +252,7 @@ def test_standard_output_by_its_name_is_standard_output(monkeypatch):
         raise AssertionError(f"{path} written")
 
     _put(_problem())
-    monkeypatch.setattr(_tiles, "_write_whole", never)
+    monkeypatch.setattr(_tiles, "write_whole", never)
     result = _run("export", "/dev/stdout")
     assert len(json.loads(result.stdout)["entries"]) == 1
 
@@ -261,9 +262,20 @@ def test_a_file_that_is_open_already_is_added_to(tmp_path):
     log = tmp_path / "log"
     log.write_text("before\n")
     with log.open("a") as stream:
-        _tiles._write_whole(pathlib.Path(f"/proc/self/fd/{stream.fileno()}"), "a table\n")
+        _files.write_whole(pathlib.Path(f"/proc/self/fd/{stream.fileno()}"), "a table\n")
         stream.write("after\n")
     assert log.read_text() == "before\na table\nafter\n"
+
+
+def test_a_table_that_could_not_be_written_is_not_begun(monkeypatch, tmp_path):
+    def never(*arguments, **given):
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr(_generating, "generate", never)
+    monkeypatch.setattr(_generating, "shipped_problems", never)
+    result = _run("generate", tmp_path / "missing" / "v5e.json", "--device", "v5e")
+    assert result.exit_code == 2
+    assert f"{tmp_path / 'missing'} is no folder. Make it first" in result.stderr
 
 
 def test_a_table_of_other_versions_is_stored_under_those_of_now(tmp_path):
@@ -460,7 +472,15 @@ def test_why_of_what_is_shipped():
     why = _why(2048, 4096, 4096, "--device", "v5e")
     assert why["source"] == "table"
     assert why["reason"].startswith("found by compiler: predicted")
-    assert _asked(why)[-1] == "the 5 tables that come with the package"
+    assert _asked(why)[-1] == "the table for v5e that comes with the package"
+
+
+@pytest.mark.parametrize("device", ["TPU v9", None])
+def test_why_where_no_table_is_asked(device):
+    problem = dataclasses.replace(_problem(implementation="interpret"), device=device)
+    why = explain(problem, "cached")
+    step = next(step for step in why.steps if "package" in step.asked)
+    assert step.answer == f"there is none {f'for {device}' if device else 'where no TPU is named'}"
 
 
 def test_why_of_what_is_stored():

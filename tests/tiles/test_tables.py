@@ -1,5 +1,6 @@
 """Tables of tiles: written and read, and asked between the store and the fallback."""
 
+import dataclasses
 import json
 import os
 import warnings
@@ -8,6 +9,7 @@ import pytest
 
 import pallas_ops as po
 from pallas_ops.tiles import (
+    _tables,
     Entry,
     InvalidEntryError,
     problem_key,
@@ -23,6 +25,10 @@ from .tools import tile_problem
 PROBLEM = tile_problem(8, 256, 8)
 OTHER = tile_problem(8, 512, 8)
 TILE = po.TileConfig(8, 128, 8)
+
+
+def on(problem, device):
+    return dataclasses.replace(problem, device=device)
 
 
 def entry(problem=PROBLEM, tile=TILE, **fields):
@@ -112,3 +118,43 @@ def test_a_table_that_cannot_be_used_is_one_warning(tmp_path, content):
         assert [resolver.resolve(p).source for p in (PROBLEM, OTHER)] == ["estimate"] * 2
     (warning,) = caught
     assert f"the table of tiles {path} cannot be used" in str(warning.message)
+
+
+@pytest.fixture
+def tables_read(monkeypatch):
+    """Which tables of the package are read, by a process that has read none."""
+    read = []
+    files = _tables.importlib.resources.files
+
+    class Folder:
+        def __init__(self, path):
+            self.path = path
+
+        def __truediv__(self, name):
+            return Folder(self.path / name)
+
+        def is_file(self):
+            return self.path.is_file()
+
+        def read_bytes(self):
+            read.append(self.path.name)
+            return self.path.read_bytes()
+
+    monkeypatch.setattr(_tables.importlib.resources, "files", lambda name: Folder(files(name)))
+    _tables._read_shipped.cache_clear()
+    yield read
+    _tables._read_shipped.cache_clear()
+
+
+def test_only_the_table_of_the_device_is_read_and_once(tables_read):
+    for problem in (PROBLEM, OTHER):
+        assert po.CachedResolver(quiet=True).look_up(on(problem, "v4")).source == "estimate"
+    assert tables_read == ["v4.json"]
+    assert po.CachedResolver(quiet=True).look_up(on(PROBLEM, "v6e")).source == "estimate"
+    assert tables_read == ["v4.json", "v6e.json"]
+
+
+@pytest.mark.parametrize("device", [None, "TPU v9", "../tables/v4"])
+def test_no_table_is_read_for_a_device_that_has_none(tables_read, device):
+    assert po.CachedResolver(quiet=True).look_up(on(PROBLEM, device)).source == "estimate"
+    assert tables_read == []
