@@ -16,6 +16,7 @@ from ..compiler import (
     CompilePool,
     CompilerUnavailableError,
     judge,
+    Judgement,
     roofline_seconds,
     Verdict,
     xla_time,
@@ -35,6 +36,7 @@ PROVIDERS = ("tile128", "tuned", "xla")
 
 _BUDGET_SECONDS = 120.0
 _CANDIDATES = 12
+_AT_ONCE = 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,10 +118,14 @@ class _Case:
     product: str
     problem: TileProblem
 
+    @property
+    def device(self) -> str:
+        assert self.problem.device is not None
+        return self.problem.device
+
     def row(self, provider: str, kind: str, **fields: Any) -> Row:
         m, k, n = self.shape
-        assert self.problem.device is not None
-        on = chip(self.problem.device)
+        on = chip(self.device)
         return Row(
             m=m,
             k=k,
@@ -200,47 +206,78 @@ def predicted_rows(
 
     [`pallas_ops.compiler.CompilerUnavailableError`][] where there is no compiler that answers.
     """
+    cases = _cases(shapes, dtypes, products, layout, device)
+    stand_ins: dict[CompileJob, Verdict] = {}
     with CompilePool() as pool:
-        for case in _cases(shapes, dtypes, products, layout, device):
-            yield _predicted(case, pool, search)
+        for first in range(0, len(cases), _AT_ONCE):
+            yield from _predicted(cases[first : first + _AT_ONCE], pool, search, stand_ins)
 
 
-def _predicted(case: _Case, pool: CompilePool, search: bool) -> list[Row]:
-    problem = case.problem
+def _predicted(
+    cases: Sequence[_Case],
+    pool: CompilePool,
+    search: bool,
+    stand_ins: dict[CompileJob, Verdict],
+) -> Iterator[list[Row]]:
+    """The rows of several products, whose programs are compiled together.
+
+    **Arguments:**
+
+    - `stand_ins`: what the compiler said of tiles of 128, in smaller products: those of one layout
+        have one schedule.
+    """
+    # XLA's own dots first: they tell whether there is a compiler, before tiles are looked for.
+    dots = [CompileJob(case.problem.matmul, case.device) for case in cases]
+    verdicts = pool.ask(dots)
+    for verdict in verdicts:
+        if verdict is not None and verdict.unavailable:
+            raise CompilerUnavailableError(verdict.error)
+    small = [compile_job(case.problem, tile_128(case.problem)) for case in cases]
+    tuned = [_tuned_job(case.problem, pool, search) for case in cases]
+    judged = _judged([job for job in tuned if job is not None], pool)
+    judged_small = _judged(small, pool, stand_ins)
+    for case, small_job, tuned_job, verdict in zip(cases, small, tuned, verdicts, strict=True):
+        yield [
+            _own_row(case, "tile128", small_job, judged_small[small_job]),
+            _own_row(case, "tuned", tuned_job, None if tuned_job is None else judged[tuned_job]),
+            _xla_row(case, verdict),
+        ]
+
+
+def _judged(
+    jobs: Sequence[CompileJob], pool: CompilePool, shared: dict[CompileJob, Verdict] | None = None
+) -> dict[CompileJob, Judgement | None]:
+    once = list(dict.fromkeys(jobs))
+    return dict(zip(once, judge(once, pool, shared=shared), strict=True))
+
+
+def _tuned_job(problem: TileProblem, pool: CompilePool, search: bool) -> CompileJob | None:
+    """The kernel with the tile that this package chooses; `None` where no tile compiles."""
     assert problem.device is not None
-    # XLA's own dot first: it tells whether there is a compiler, before tiles are looked for.
-    (verdict,) = pool.ask([CompileJob(problem.matmul, problem.device)])
-    if verdict is not None and verdict.unavailable:
-        raise CompilerUnavailableError(verdict.error)
     known = None if search else known_tile(problem)
-    if known is None:
-        tiles = candidates(problem, most=_CANDIDATES)
-        (ranking,) = rank([problem], [tiles], pool, budget_seconds=_BUDGET_SECONDS)
-        tuned = ranking.judgements[0][1].job if ranking.judgements else None
-    else:
-        tuned = CompileJob(problem.matmul, problem.device, known[0].blocks, known[1])
-    jobs = {"tile128": compile_job(problem, tile_128(problem)), "tuned": tuned}
-    asked = [job for job in jobs.values() if job is not None]
-    judged = dict(zip(asked, judge(asked, pool), strict=True))
-    rows = []
-    for provider, job in jobs.items():
-        judgement = None if job is None else judged[job]
-        if job is None or judgement is None or judgement.prediction is None:
-            reason = "no tile compiles" if judgement is None else judgement.error or ""
-            tile = None if job is None else job.blocks
-            rows.append(case.row(provider, "predicted", tile=tile, seconds=None, note=reason))
-            continue
-        assert judgement.verdict.schedule is not None
-        rows.append(
-            case.row(
-                provider,
-                "predicted",
-                tile=job.blocks,
-                seconds=judgement.prediction.seconds,
-                static_mxu_use=judgement.verdict.schedule.middle.mxu_use,
-            )
-        )
-    return [*rows, _xla_row(case, verdict)]
+    if known is not None:
+        return CompileJob(problem.matmul, problem.device, known[0].blocks, known[1])
+    tiles = candidates(problem, most=_CANDIDATES)
+    (ranking,) = rank([problem], [tiles], pool, budget_seconds=_BUDGET_SECONDS)
+    return ranking.judgements[0][1].job if ranking.judgements else None
+
+
+def _own_row(
+    case: _Case, provider: str, job: CompileJob | None, judgement: Judgement | None
+) -> Row:
+    """Our kernel with one tile."""
+    if job is None or judgement is None or judgement.prediction is None:
+        reason = "no tile compiles" if judgement is None else judgement.error or ""
+        tile = None if job is None else job.blocks
+        return case.row(provider, "predicted", tile=tile, seconds=None, note=reason)
+    assert judgement.verdict.schedule is not None
+    return case.row(
+        provider,
+        "predicted",
+        tile=job.blocks,
+        seconds=judgement.prediction.seconds,
+        static_mxu_use=judgement.verdict.schedule.middle.mxu_use,
+    )
 
 
 # Where the time of XLA's dot comes from, by `XlaTime.source`.
@@ -253,9 +290,8 @@ _XLA_NOTES = {
 
 def _xla_row(case: _Case, verdict: Verdict | None) -> Row:
     """XLA's own dot."""
-    device = case.problem.device
-    assert device is not None
-    found = None if verdict is None else xla_time(case.problem.matmul, verdict, chip(device))
+    on = chip(case.device)
+    found = None if verdict is None else xla_time(case.problem.matmul, verdict, on)
     if verdict is None or found is None:
         error = None if verdict is None else verdict.error
         note = error or "XLA's program carries no cycles"
