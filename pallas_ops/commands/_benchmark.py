@@ -4,7 +4,7 @@ import csv
 import dataclasses
 import functools
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -234,12 +234,12 @@ def _predicted(
             raise CompilerUnavailableError(verdict.error)
     small = [compile_job(case.problem, tile_128(case.problem)) for case in cases]
     tuned = [_tuned_job(case.problem, pool, search) for case in cases]
-    judged = _judged([job for job in tuned if job is not None], pool)
+    judged = _judged([job for job in tuned if isinstance(job, CompileJob)], pool)
     judged_small = _judged(small, pool, stand_ins)
     for case, small_job, tuned_job, verdict in zip(cases, small, tuned, verdicts, strict=True):
         yield [
-            _own_row(case, "tile128", small_job, judged_small[small_job]),
-            _own_row(case, "tuned", tuned_job, None if tuned_job is None else judged[tuned_job]),
+            _own_row(case, "tile128", small_job, judged_small),
+            _own_row(case, "tuned", tuned_job, judged),
             _xla_row(case, verdict),
         ]
 
@@ -251,25 +251,30 @@ def _judged(
     return dict(zip(once, judge(once, pool, shared=shared), strict=True))
 
 
-def _tuned_job(problem: TileProblem, pool: CompilePool, search: bool) -> CompileJob | None:
-    """The kernel with the tile that this package chooses; `None` where no tile compiles."""
+def _tuned_job(problem: TileProblem, pool: CompilePool, search: bool) -> CompileJob | str:
+    """The kernel with the tile that this package chooses, or why there is none."""
     assert problem.device is not None
     known = None if search else known_tile(problem)
     if known is not None:
         return CompileJob(problem.matmul, problem.device, known[0].blocks, known[1])
     tiles = candidates(problem, most=_CANDIDATES)
     (ranking,) = rank([problem], [tiles], pool, budget_seconds=_BUDGET_SECONDS)
-    return ranking.judgements[0][1].job if ranking.judgements else None
+    return ranking.judgements[0][1].job if ranking.judgements else ranking.why_not_stored()
 
 
 def _own_row(
-    case: _Case, provider: str, job: CompileJob | None, judgement: Judgement | None
+    case: _Case,
+    provider: str,
+    job: CompileJob | str,
+    judged: Mapping[CompileJob, Judgement | None],
 ) -> Row:
-    """Our kernel with one tile."""
-    if job is None or judgement is None or judgement.prediction is None:
-        reason = "no tile compiles" if judgement is None else judgement.error or ""
-        tile = None if job is None else job.blocks
-        return case.row(provider, "predicted", tile=tile, seconds=None, note=reason)
+    """Our kernel with one tile, or why there is none."""
+    if isinstance(job, str):
+        return case.row(provider, "predicted", tile=None, seconds=None, note=job)
+    judgement = judged[job]
+    if judgement is None or judgement.prediction is None:
+        reason = "" if judgement is None else judgement.error or ""
+        return case.row(provider, "predicted", tile=job.blocks, seconds=None, note=reason)
     assert judgement.verdict.schedule is not None
     return case.row(
         provider,
@@ -283,7 +288,7 @@ def _own_row(
 # Where the time of XLA's dot comes from, by `XlaTime.source`.
 _XLA_NOTES = {
     "schedule": "its schedule, by the same model",
-    "estimate": "XLA's own estimate: its schedule could not be read",
+    "estimate": "XLA's own estimate",
     "transfers": "its transfers, at full bandwidth",
 }
 
@@ -297,13 +302,14 @@ def _xla_row(case: _Case, verdict: Verdict | None) -> Row:
         note = error or "XLA's program carries no cycles"
         return case.row("xla", "predicted", tile=None, seconds=None, note=note)
     loop = None if verdict.xla_schedule is None else verdict.xla_schedule.loop
+    unread = verdict.schedule_error if found.source == "estimate" else None
     return case.row(
         "xla",
         "predicted",
         tile=None,
         seconds=found.seconds,
         static_mxu_use=None if loop is None else loop.middle.mxu_use,
-        note=_XLA_NOTES[found.source],
+        note=_XLA_NOTES[found.source] + (f": {unread}" if unread else ""),
     )
 
 
@@ -329,10 +335,11 @@ def measured_rows(
         problem = dataclasses.replace(case.problem, implementation=implementation)
         operands = random_operands(problem.matmul)
         known = known_tile(case.problem)
-        tuned = candidates(problem, most=1)[0] if known is None else known[0]
+        tuned, limit = known or (candidates(problem, most=1)[0], None)
         rows = []
         for provider, tile in (("tile128", tile_128(problem)), ("tuned", tuned), ("xla", None)):
-            lower = functools.partial(_lower, problem, tile, operands)
+            own_limit = limit if provider == "tuned" else None
+            lower = functools.partial(_lower, problem, tile, own_limit, operands)
             seconds, note = _time(lower, operands, timer)
             blocks = None if tile is None else tile.blocks
             rows.append(case.row(provider, "measured", tile=blocks, seconds=seconds, note=note))
@@ -340,12 +347,15 @@ def measured_rows(
 
 
 def _lower(
-    problem: TileProblem, tile: TileConfig | None, operands: tuple[jax.Array, jax.Array]
+    problem: TileProblem,
+    tile: TileConfig | None,
+    limit: int | None,
+    operands: tuple[jax.Array, jax.Array],
 ) -> jax.stages.Lowered:
     matmul = problem.matmul
     if tile is None:
         return lower_products(functools.partial(xla_matmul, matmul), matmul, operands)
-    limit = vmem_limit_bytes(problem, tile)
+    limit = limit or vmem_limit_bytes(problem, tile)
     return lower_chain(matmul, tile, problem.implementation, limit, operands)
 
 

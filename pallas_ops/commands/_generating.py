@@ -35,7 +35,7 @@ def generate(
     *,
     most_candidates: int | None = None,
     told: Callable[[Judgement], None] | None = None,
-) -> tuple[list[Entry], list[TileProblem]]:
+) -> tuple[list[Entry], dict[TileProblem, str]]:
     """The tile of each problem by the compiler, as entries of a table.
 
     What the tile is does not depend on the machine: the budget is many times what two cores need.
@@ -48,7 +48,7 @@ def generate(
 
     **Returns:**
 
-    The entries, and the problems that no tile compiles for.
+    The entries, and why there is none of each of the other problems.
     """
     tiles = [
         candidates(problem, most=most_candidates or _CANDIDATES[is_calibrated(problem)])
@@ -58,12 +58,12 @@ def generate(
         rankings = rank(
             problems, tiles, pool, budget_seconds=_BUDGET_SECONDS, told=told, exact=False
         )
-    entries, missing = [], []
+    entries, missing = [], {}
     for problem, ranking in zip(problems, rankings, strict=True):
         if ranking.may_be_stored:
             entries.append(dataclasses.replace(compiler_entry(problem, ranking), failures={}))
         else:
-            missing.append(problem)
+            missing[problem] = ranking.why_not_stored()
     return entries, missing
 
 

@@ -212,7 +212,7 @@ def _what_is_shown(found: "Report", shown: "Sequence[Row]") -> str:
 
 _XLA_SOURCES = {
     "schedule": "by its schedule and the same model",
-    "estimate": "by that estimate: its schedule could not be read",
+    "estimate": "by that estimate",
     "transfers": "the time of its transfers, which is longer than its schedule or estimate says",
 }
 
@@ -228,5 +228,7 @@ def _print_xla(found: "Report", console: "Console") -> None:
         console.print(f"XLA's own estimate   {estimate:.1f} us for its dot, in this run")
     if found.xla is not None:
         time, source = found.xla.seconds * 1e6, _XLA_SOURCES[found.xla.source]
-        console.print(f"XLA's dot            {time:.1f} us, {source}")
-        console.print("Neither counts what XLA moves to VMEM beforehand.")
+        unread = f": {found.xla_unread}" if found.xla.source == "estimate" else ""
+        console.print(f"XLA's dot            {time:.1f} us, {source}{unread}")
+        if found.xla.source != "transfers":
+            console.print("That leaves out what XLA moves to VMEM beforehand.")

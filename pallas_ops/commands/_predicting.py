@@ -102,6 +102,7 @@ class Report:
     - `xla`: the time of XLA's dot, by the model that predicts the tiles where it can.
     - `libtpu`: which compiler.
     - `xla_error`: why XLA's dot has neither, where it was not compiled.
+    - `xla_unread`: why its schedule could not be read, where it was.
     - `no_compiler`: why there is none.
     """
 
@@ -113,6 +114,7 @@ class Report:
     xla: XlaTime | None
     libtpu: str
     xla_error: str | None = None
+    xla_unread: str | None = None
     no_compiler: str | None = None
 
     def as_json(self, best: int | None = None) -> dict[str, Any]:
@@ -135,6 +137,7 @@ class Report:
             "xla_us": None if self.xla is None else _microseconds(self.xla.seconds),
             "xla_source": None if self.xla is None else self.xla.source,
             "xla_error": self.xla_error,
+            "xla_unread": self.xla_unread,
             "tiles": [row.as_json() for row in self.rows[:best]],
         }
 
@@ -226,5 +229,6 @@ def report(
         xla=None if xla is None else xla_time(problem.matmul, xla, on),
         libtpu=libtpu_name(),
         xla_error=None if xla is None else xla.error,
+        xla_unread=None if xla is None else xla.schedule_error,
         no_compiler=unavailable[0] if unavailable else None,
     )

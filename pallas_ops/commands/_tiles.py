@@ -227,12 +227,12 @@ def generate(file: str, device: str, dtypes: tuple[str, ...], candidates: int | 
             problems, most_candidates=candidates, told=lambda _: progress.advance(task)
         )
     if not entries:
-        description = missing[0].describe()
-        raise click.ClickException(f"No tile compiled, of {description} for one. Nothing written.")
+        problem, reason = next(iter(missing.items()))
+        raise click.ClickException(f"Nothing was written. {problem.describe()}: {reason}")
     write_whole(pathlib.Path(file), table_json(entries))
     click.echo(f"{counted(len(entries), 'tile')} written to {file}.")
-    for problem in missing:
-        click.echo(f"Without a tile that compiles: {problem.describe()}")
+    for problem, reason in missing.items():
+        click.echo(f"Without a tile: {problem.describe()}: {reason}")
 
 
 @command.command("import")

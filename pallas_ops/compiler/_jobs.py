@@ -43,7 +43,8 @@ class Verdict:
     - `xla_schedule`: of XLA's own dot; `None` for our kernel, or where it cannot be read.
     - `transient`: whether the answer says nothing about the program: a worker was lost, a time
         limit or a full disk was met.
-    - `timed_out`: whether it was the time limit of one program.
+    - `blames_program`: whether it may be the program's fault all the same: it took longer than the
+        time limit of one, or it ended two processes while their disk was not full.
     - `unavailable`: whether there is no compiler to ask.
     """
 
@@ -55,5 +56,5 @@ class Verdict:
     xla_cycles: int | None = None
     xla_schedule: XlaSchedule | None = None
     transient: bool = False
-    timed_out: bool = False
+    blames_program: bool = False
     unavailable: bool = False

@@ -70,6 +70,7 @@ class _Grid:
         blocks: tuple[int, int, int],
         schedule: KernelSchedule,
         in_hbm: tuple[bool, bool],
+        transposed_out: bool,
     ):
         self.problem, self.blocks, self.schedule = problem, blocks, schedule
         self.sizes = (problem.m, problem.k, problem.n)
@@ -80,6 +81,7 @@ class _Grid:
         self.reductions = self.k_steps * math.prod(size for size, summed in roles if summed)
         # Out of HBM: an operand that was copied to VMEM beforehand is not fetched.
         self.in_hbm = in_hbm
+        self.transposed_out = transposed_out
         # An operand that is shared by the whole batch stays where its place does.
         self.lhs_moves = any(size > 1 for size in problem.lhs_shape[:-2])
         self.rhs_moves = any(size > 1 for size in problem.rhs_shape[:-2])
@@ -104,6 +106,11 @@ class _Grid:
         shape = (self._size(1, k), self._size(2, n))
         shape = shape[::-1] if self.problem.transpose_rhs else shape
         return _padded_bytes(*shape, self.problem.rhs_dtype.itemsize)
+
+    def out_bytes(self, m: int, n: int) -> int:
+        shape = (self._size(0, m), self._size(2, n))
+        shape = shape[::-1] if self.transposed_out else shape
+        return _padded_bytes(*shape, self.problem.out_dtype.itemsize)
 
     def _fetched(self, place: tuple[int, ...], following: tuple[int, ...] | None) -> int:
         """Bytes of the blocks of the step that follows, where they lie elsewhere."""
@@ -136,12 +143,11 @@ class _Grid:
                 cost = self.schedule.first
             elif self.reductions > 1 and is_last:
                 cost = self.schedule.last
-            out = self._size(0, m), self._size(2, place[2])
             yield _Step(
                 cycles=cost.cycles,
                 mxu_cycles=cost.mxu_cycles,
                 fetched_bytes=self._fetched(place, following),
-                stored_bytes=_padded_bytes(*out, self.problem.out_dtype.itemsize) if is_last else 0,
+                stored_bytes=self.out_bytes(m, place[2]) if is_last else 0,
             )
 
 
@@ -215,6 +221,7 @@ def predict(
     chip: Chip,
     *,
     in_hbm: tuple[bool, bool] = (True, True),
+    transposed_out: bool = False,
 ) -> Prediction:
     """Simulates the grid step by step, with two buffers for each block.
 
@@ -229,8 +236,9 @@ def predict(
     - `schedule`: what the compiler made of it.
     - `chip`: where it runs.
     - `in_hbm`: whether lhs, and rhs, is fetched from HBM, and not in VMEM already.
+    - `transposed_out`: whether the result is stored as (n, m).
     """
-    grid = _Grid(problem, blocks, schedule, in_hbm)
+    grid = _Grid(problem, blocks, schedule, in_hbm, transposed_out)
     pipeline = _Pipeline(
         bytes_per_cycle=chip.bytes_per_second / chip.clock_hertz,
         latency=chip.dma_latency_seconds * chip.clock_hertz,
@@ -293,4 +301,5 @@ def predict_xla(problem: MatmulProblem, xla: XlaSchedule, chip: Chip) -> float:
     )
     in_hbm = (not xla.rhs_in_vmem, not xla.lhs_in_vmem)
     blocks = (xla.blocks[2], xla.blocks[1], xla.blocks[0])
-    return other + predict(transposed, blocks, xla.loop, chip, in_hbm=in_hbm).seconds
+    found = predict(transposed, blocks, xla.loop, chip, in_hbm=in_hbm, transposed_out=True)
+    return other + found.seconds

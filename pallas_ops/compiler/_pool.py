@@ -34,9 +34,9 @@ _LOG_PREFIX = re.compile(r"^[DIWEF]\d{4} [\d:.]+ +\d+ ")
 class _Lost(Exception):
     """The worker is gone, or did not answer in time."""
 
-    def __init__(self, reason: str, timed_out: bool = False):
+    def __init__(self, reason: str, *, timed_out: bool = False, disk_is_full: bool = False):
         super().__init__(reason)
-        self.timed_out = timed_out
+        self.timed_out, self.disk_is_full = timed_out, disk_is_full
 
 
 # A schedule takes up to 10 MiB, and libtpu aborts where it cannot write one.
@@ -115,21 +115,24 @@ class _Worker:
         try:
             return pickle.load(self.process.stdout)
         except (EOFError, pickle.UnpicklingError):
-            raise _Lost(self._how_it_ended()) from None
+            raise self._how_it_ended() from None
 
-    def _how_it_ended(self) -> str:
+    def _how_it_ended(self) -> _Lost:
         code = self.process.wait()
         how = f"exit code {code}"
         if code < 0:
             with contextlib.suppress(ValueError):
                 how = signal.Signals(-code).name
+        disk_is_full, said = False, []
         with contextlib.suppress(OSError):
-            if shutil.disk_usage(self.folder).free < _ROOM_BYTES // 16:
-                how += f", {self.folder.parent} is full"
-        said = (self.folder / "stderr").read_text(errors="replace").strip().splitlines()
+            disk_is_full = shutil.disk_usage(self.folder).free < _ROOM_BYTES // 16
+            said = (self.folder / "stderr").read_text(errors="replace").strip().splitlines()
+        if disk_is_full:
+            how += f", {self.folder.parent} is full"
         # Without libtpu's time of day and process, the same fault is told in the same words.
         last = _LOG_PREFIX.sub("", said[-1])[:300] if said else ""
-        return f"the compiler's process ended ({how})" + (f": {last}" if last else "")
+        reason = f"the compiler's process ended ({how})" + (f": {last}" if last else "")
+        return _Lost(reason, disk_is_full=disk_is_full)
 
     def kill(self) -> None:
         """Ends the process: who waits for its answer finds that it is lost."""
@@ -277,39 +280,48 @@ class CompilePool:
     ) -> tuple["_Worker | None", Verdict | None]:
         """Asks a worker, and another one where it is lost: it may not have been the job's fault."""
         verdict: Verdict | None = None
-        for _ in range(_ATTEMPTS):
+        for attempt in range(_ATTEMPTS):
             left = self.compile_seconds if end is None else end - time.monotonic()
             if left <= 0 or given_up.is_set():
                 return worker, verdict
-            try:
-                if worker is None:
+            if worker is None:
+                try:
                     worker = self._take()
-                running.add(worker)
+                except OSError as error:  # no room for its folder, no memory for a process
+                    reason = f"no compile worker could be started: {error}"
+                    return None, Verdict(False, reason, transient=True)
+            running.add(worker)
+            try:
                 if given_up.is_set():  # since it was asked above
                     return worker, verdict
                 return worker, worker.ask(job, min(left, self.compile_seconds))
             except _Lost as lost:
-                verdict = Verdict(False, str(lost), transient=True, timed_out=lost.timed_out)
-                if worker is not None:
-                    running.discard(worker)
-                    worker.close()
+                if lost.timed_out and left < self.compile_seconds:
+                    verdict = None  # there was no more time for it, which says nothing of it
+                else:
+                    again = attempt == _ATTEMPTS - 1 and not lost.disk_is_full
+                    verdict = Verdict(
+                        False, str(lost), transient=True, blames_program=lost.timed_out or again
+                    )
+                running.discard(worker)
+                worker.close()
                 worker = None
                 if lost.timed_out:
-                    # Whether the limit of one program was met, or there was no more time for it.
-                    return None, verdict if left >= self.compile_seconds else None
-            except OSError as error:  # no room for its folder, no memory for a process
-                return None, Verdict(
-                    False, f"no compile worker could be started: {error}", transient=True
-                )
+                    break
             finally:
                 if worker is not None:
                     running.discard(worker)
         return worker, verdict
 
     def _take(self) -> _Worker:
-        with self._lock:
-            if self._idle:
-                return self._idle.pop()
+        while True:
+            with self._lock:
+                if not self._idle:
+                    break
+                worker = self._idle.pop()
+            if worker.process.poll() is None:
+                return worker
+            worker.close()  # it ended while it rested
         return _Worker()
 
 

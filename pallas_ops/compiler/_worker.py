@@ -43,14 +43,11 @@ def main() -> None:
     os.dup2(2, 1)
     try:
         while True:
-            try:
-                job = pickle.load(sys.stdin.buffer)
-            except EOFError:
-                break
+            job = pickle.load(sys.stdin.buffer)
             pickle.dump(answer(job, folder), answers)
             answers.flush()
-    finally:
-        # Also where the one who asks was killed, and cannot.
+    except (EOFError, BrokenPipeError):
+        # Who asked is gone, and cannot. Of any other fault they read what it says, and clear up.
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -130,6 +127,9 @@ def _read(
         reason, transient = f"the schedule that this libtpu wrote cannot be read: {error}", False
     except OSError as error:
         reason, transient = f"no schedule could be read: {error.strerror}", True
+    except Exception as error:  # a fault of the reader's must not end the process
+        reason = f"the schedule that this libtpu wrote was misread: {type(error).__name__}: {error}"
+        transient = False
     if _is_full(folder):
         reason, transient = f"no schedule was written: {folder.parent} is full", True
     return None, reason, transient

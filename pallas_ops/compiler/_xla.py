@@ -44,6 +44,7 @@ class _Operation:
     """One operation of XLA's program that has a loop."""
 
     name: str
+    is_by_rows: bool
     estimated_cycles: int
     iterations: tuple[int, ...]
     window: tuple[int, ...]
@@ -115,6 +116,7 @@ def _operations(text: str) -> list[_Operation]:
             found.append(
                 _Operation(
                     name.group(1),
+                    _is_by_rows(line),
                     int(window["estimated_cycles"]),
                     tuple(map(int, window["iteration_bounds"])),
                     tuple(map(int, window["output_window_bounds"])),
@@ -123,6 +125,11 @@ def _operations(text: str) -> list[_Operation]:
         except (KeyError, TypeError, ValueError) as error:
             raise UnreadableScheduleError(f"XLA's loop {name.group(1)}: {error!r}") from error
     return found
+
+
+def _is_by_rows(line: str) -> bool:
+    """Whether the result of an operation is stored by rows, and not transposed."""
+    return re.search(r" = \w+\[\d+,\d+\]\{1,0[:}]", line) is not None
 
 
 def _entry(text: str) -> str:
@@ -169,6 +176,8 @@ def _cycles_without_mxu(loops: dict[_Operation, KernelSchedule]) -> int:
 
 def _blocks(operation: _Operation, problem: MatmulProblem) -> tuple[int, int, int]:
     """What one step multiplies: its window of the result, and how often XLA cuts k."""
+    if not operation.is_by_rows:
+        raise UnreadableScheduleError("XLA computes the transposed product")
     if len(operation.window) != 2 or len(operation.iterations) != 3:
         raise UnreadableScheduleError(
             f"a window of XLA's with other axes than m and n: {operation}"
@@ -210,14 +219,18 @@ def _check_rows(
 
 
 def _in_vmem(text: str) -> tuple[bool, bool]:
-    """Which operands were copied out of HBM before the multiplication: memory space 0 is HBM."""
+    """Which operands were copied to VMEM before the program began: memory space 0 is HBM."""
     entry, found = _entry(text), []
     for position in (0, 1):
         name = re.search(rf"%([\w.\-]+) = [^\n]* parameter\({position}\)", entry)
         if name is None:
             raise UnreadableScheduleError(f"XLA's program has no parameter {position}")
-        copied = re.search(
-            rf"= \([^\n]*?S\([1-9]\d*\)[^\n]*? copy-start\(%{re.escape(name.group(1))}\)", entry
+        source = re.escape(name.group(1))
+        copy = re.search(
+            rf"= \(\w+\[[\d,]*\](\{{[^}}]*\}})[^\n]* copy-start\(%{source}\)([^\n]*)", entry
         )
-        found.append(copied is not None)
+        copied = copy is not None and re.search(r"S\([1-9]\d*\)", copy.group(1)) is not None
+        if copied and copy is not None and "cross_program_prefetch_index" not in copy.group(2):
+            raise UnreadableScheduleError("XLA copies an operand to VMEM in the program itself")
+        found.append(copied)
     return found[0], found[1]

@@ -23,8 +23,8 @@ class CompilerResolver:
 
     No TPU is needed: the compiler runs on any Linux machine on x86-64, in processes of its own. A
     model makes a time of what it says, which is a prediction and no measurement; for all but a v5e
-    that model was not compared with measurements. The tile is stored, and one that was measured for
-    the same problem goes before it.
+    that model was not compared with measurements. The tile is stored, if the compiler answered for
+    every one that it was asked about. One that was measured for the same problem goes before it.
 
     ```python
     with pallas_ops.options(tiles=pallas_ops.CompilerResolver("v5e")):

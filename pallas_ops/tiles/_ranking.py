@@ -43,7 +43,7 @@ class Ranking:
 
     @property
     def may_be_stored(self) -> bool:
-        """Whether the fastest is there, and another run would find the same."""
+        """Whether the compiler said all that it was asked; the budget may have left tiles out."""
         return bool(self.judgements) and not self.unanswered
 
     def why_not_stored(self) -> str:
@@ -52,7 +52,7 @@ class Ranking:
         if self.judgements:
             return f"a tile may be faster for which {unanswered}"
         if self.failures:
-            return f"no tile compiles:{failures_told(self.failures | self.unanswered)}"
+            return f"no tile has a predicted time:{failures_told(self.failures | self.unanswered)}"
         if self.unanswered:
             return unanswered
         return f"the budget left no time for any of {self.left_out} tiles"
@@ -130,8 +130,8 @@ class _Open:
 
     def fail(self, tile: TileConfig, judgement: Judgement) -> None:
         verdict = judgement.verdict
-        # What takes that long to compile is out, as what is refused.
-        lost = verdict.transient and not verdict.timed_out
+        # What takes too long to compile, or ends the compiler, is out, as what is refused.
+        lost = verdict.transient and not verdict.blames_program
         (self.unanswered if lost else self.failures)[tile] = judgement.error or "no prediction"
 
     def close(self) -> Ranking:

@@ -100,7 +100,9 @@ ENTRY %main.1 (lhs.1: bf16[128,128], rhs.1: bf16[128,128]) -> bf16[128,128] {{
   %lhs.1 = bf16[128,128]{{1,0:T(8,128)(2,1)}} parameter(0)
   {copied}
   %rhs.1 = bf16[128,128]{{1,0:T(8,128)(2,1)}} parameter(1)
-  ROOT %{operation} = bf16[128,128] fusion(%lhs.1, %rhs.1), calls=%fused, backend_config={
+  ROOT %{
+        operation
+    } = bf16[128,128]{{1,0:T(8,128)(2,1)}} fusion(%lhs.1, %rhs.1), calls=%fused, backend_config={
         json.dumps({"window_config": window_config})
     }
 }}
@@ -119,18 +121,32 @@ def folder(tmp_path):
 def test_what_is_read(folder):
     copied = (
         "%copy-start = (bf16[128,128]{1,0:T(8,128)(2,1)S(1)}, bf16[128,128], u32[]{:S(2)}) "
-        "copy-start(%lhs.1)"
+        "copy-start(%lhs.1), cross_program_prefetch_index=0"
     )
     found = read_xla(_program(copied=copied), folder, problem(80, 128, 128), chip("v5e"))
     assert found.blocks == (40, 128, 128)
     assert found.loop.middle.rows == 40
     assert (found.lhs_in_vmem, found.rhs_in_vmem) == (True, False)
     assert found.other_cycles == 0
+    # To HBM; the flag of the copy itself is always in another memory.
+    elsewhere = read_xla(
+        _program(copied=copied.replace("S(1)", "")), folder, problem(80, 128, 128), chip("v5e")
+    )
+    assert elsewhere.lhs_in_vmem is False
+    late = copied.replace(", cross_program_prefetch_index=0", "")
+    with pytest.raises(UnreadableScheduleError, match="in the program itself"):
+        read_xla(_program(copied=late), folder, problem(80, 128, 128), chip("v5e"))
 
 
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
+        (
+            _program().replace(
+                "ROOT %fusion.3 = bf16[128,128]{1,0", "ROOT %fusion.3 = bf16[128,128]{0,1"
+            ),
+            "transposed product",
+        ),
         (_program(iterations=("2", "2", "1")), r"runs \(2, 2, 1\) over n, m and k"),
         (_program(iterations=("1", "1", "1"), window=("10", "1")), "gives 40 rows to the MXUs"),
         (_program(operation="fusion.4"), "expected one schedule of fusion.4"),
@@ -169,6 +185,15 @@ def test_where_the_time_comes_from():
     assert xla_time(product, hopeful, on).seconds == least
     assert xla_time(product, hopeful, on).source == "transfers"
     assert xla_time(product, Verdict(True), on) is None
+
+
+def test_the_result_is_stored_as_it_lies():
+    """Of few rows, padded to 8 and not to 128."""
+    product, on = problem(8, 64, 16384), chip("v5e")
+    loop = schedule(100, 100, 100)
+    found = predict_xla(product, XlaSchedule((8, 128, 16384), loop, True, True, 0), on)
+    stored = 8 * 16384 * 2 / on.bytes_per_second
+    assert stored <= found <= stored + 100 / on.clock_hertz + 2.1 * on.dma_latency_seconds
 
 
 def test_what_is_in_vmem_is_not_fetched():

@@ -208,7 +208,7 @@ def test_without_all_answers_nothing_is_stored(the_best_is_lost, store):
 
 
 def test_what_takes_too_long_to_compile_is_out(the_best_is_lost, store):
-    the_best_is_lost[0] = dataclasses.replace(LOST, timed_out=True)
+    the_best_is_lost[0] = dataclasses.replace(LOST, blames_program=True)
     found = FEW.resolve(SMALL)
     ((_, entry),) = TileStore().entries()
     assert entry.tile == found.tile
