@@ -19,6 +19,7 @@ from ..compiler import (
     Judgement,
     roofline_seconds,
     Verdict,
+    xla_estimate_seconds,
     xla_time,
 )
 from ..kernels import xla_matmul
@@ -56,6 +57,7 @@ class Row:
     - `roofline_seconds`: the least that the chip could take.
     - `calibrated`: whether the model that predicts was compared with timings of this TPU.
     - `static_mxu_use`: the part of a step in which the busiest MXU works, where that was compiled.
+    - `xla_estimate_seconds`: for XLA's dot, its own estimate.
     - `note`: why there is no time, or what it leaves out.
     """
 
@@ -72,6 +74,7 @@ class Row:
     roofline_seconds: float
     calibrated: bool
     static_mxu_use: float | None = None
+    xla_estimate_seconds: float | None = None
     note: str = ""
 
     @property
@@ -93,6 +96,9 @@ class Row:
             "calibrated": self.calibrated,
             "roofline_us": self.roofline_seconds * 1e6,
             "static_mxu_use": self.static_mxu_use,
+            "xla_estimate_us": (
+                None if self.xla_estimate_seconds is None else self.xla_estimate_seconds * 1e6
+            ),
             "note": self.note,
         }
 
@@ -309,6 +315,7 @@ def _xla_row(case: _Case, verdict: Verdict | None) -> Row:
         tile=None,
         seconds=found.seconds,
         static_mxu_use=None if loop is None else loop.middle.mxu_use,
+        xla_estimate_seconds=xla_estimate_seconds(verdict, on),
         note=_XLA_NOTES[found.source] + (f": {unread}" if unread else ""),
     )
 

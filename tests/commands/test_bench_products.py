@@ -37,6 +37,7 @@ FIELDS = {
     "calibrated",
     "roofline_us",
     "static_mxu_use",
+    "xla_estimate_us",
     "note",
 }
 
@@ -71,6 +72,7 @@ def test_rows_of_one_shape(tmp_path):
         assert (row["tile"] is None) == (row["provider"] == "xla")
         assert 0 < row["static_mxu_use"] <= 1
         assert ("schedule" in row["note"]) == (row["provider"] == "xla")
+        assert (row["xla_estimate_us"] is not None) == (row["provider"] == "xla")
     by_name = {(row["product"], row["provider"]): row for row in rows}
     for product in ("forward", "lhs_grad", "rhs_grad"):
         assert by_name[product, "tile128"]["tile"] == [128, 128, 128]
