@@ -97,7 +97,7 @@ def read_xla(text: str, folder: pathlib.Path, problem: MatmulProblem, on: Chip) 
         loops[operation],
         lhs_in_vmem,
         rhs_in_vmem,
-        sum(one.estimated_cycles for one in operations if one is not operation),
+        (estimated_cycles(text) or 0) - operation.estimated_cycles,
     )
 
 

@@ -103,7 +103,7 @@ ENTRY %main.1 (lhs.1: bf16[128,128], rhs.1: bf16[128,128]) -> bf16[128,128] {{
   ROOT %{
         operation
     } = bf16[128,128]{{1,0:T(8,128)(2,1)}} fusion(%lhs.1, %rhs.1), calls=%fused, backend_config={
-        json.dumps({"window_config": window_config})
+        json.dumps({"window_config": window_config}, separators=(",", ":"))
     }
 }}
 """
@@ -128,6 +128,11 @@ def test_what_is_read(folder):
     assert found.loop.middle.rows == 40
     assert (found.lhs_in_vmem, found.rhs_in_vmem) == (True, False)
     assert found.other_cycles == 0
+    more = _program().replace(
+        "  ROOT", '  %copy.1 = copy(%lhs.1), backend_config={"estimated_cycles":"300"}\n  ROOT'
+    )
+    with_copy = read_xla(more, folder, problem(80, 128, 128), chip("v5e"))
+    assert with_copy.other_cycles == 300
     # To HBM; the flag of the copy itself is always in another memory.
     elsewhere = read_xla(
         _program(copied=copied.replace("S(1)", "")), folder, problem(80, 128, 128), chip("v5e")
