@@ -14,7 +14,7 @@ from pallas_ops.compiler import CompileJob, CompilePool, judge
 from pallas_ops.compiler._stand_in import stand_in
 from pallas_ops.kernels import KERNEL_VERSION
 from pallas_ops.tiles import candidates, problem_key, read_table, versions
-from pallas_ops.tiles._ranking import rank
+from pallas_ops.tiles._ranking import compile_job, rank
 
 
 @functools.cache
@@ -118,3 +118,14 @@ def test_some_shipped_tiles_compile(device):
 @pytest.mark.parametrize("device", GENERATIONS)
 def test_every_shipped_tile_compiles(device):
     check_kernels(kernels(device))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("device", GENERATIONS)
+def test_every_default_tile_compiles(device):
+    """What is taken where nothing was compiled."""
+    jobs = {}
+    for problem in problems_of(device):
+        tile = po.StaticResolver().resolve(problem).tile
+        jobs[stand_in(compile_job(problem, tile))] = problem
+    check_kernels(jobs)
