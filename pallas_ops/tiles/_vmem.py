@@ -14,8 +14,8 @@ SMALLEST_SCOPED_VMEM_LIMIT_BYTES = 16 * _MIB
 """The compiler's default limit on the generations that have least (v4, v5e, v5p)."""
 
 COMPILER_MARGIN_BYTES = 4 * _MIB
-"""What the compiler adds to the blocks, mostly: spills, masks, copies for layouts. The most that was
-seen is 4.6 MiB (1024 x 2048 x 256, transposed lhs, v4, libtpu 0.0.50)."""
+"""What the compiler adds to the blocks, mostly: spills, masks, copies for layouts. The most that
+was seen is 4.6 MiB (1024 x 2048 x 256, transposed lhs, v4, libtpu 0.0.50)."""
 
 
 def _padded_bytes(rows: int, columns: int, dtype: np.dtype) -> int:
