@@ -73,7 +73,7 @@ leading_axes = st.sampled_from(
     leading=leading_axes,
     cycles=st.tuples(st.integers(1, 3000), st.integers(1, 3000), st.integers(1, 3000)),
 )
-@hypothesis.settings(deadline=None, max_examples=80)
+@hypothesis.settings(deadline=None, max_examples=40)
 def test_the_simulation(shape, blocks, layout, leading, cycles):
     blocks = tuple(min(b, s) for b, s in zip(blocks, shape, strict=True))
     given = problem(*shape, layout=layout, leading=leading[0], summed=leading[1])
