@@ -334,6 +334,9 @@ def test_ranks():
 
 @pytest.mark.slow
 def test_the_model_against_what_was_published(tmp_path, monkeypatch):
+    # Fewer than the command tries: with the types checked, the simulation is ten times slower.
+    monkeypatch.setattr(_published, "_BANDWIDTHS", (1.0, 0.8))
+    monkeypatch.setattr(_published, "_STEP_CYCLES", (0, 300))
     compared = _published.compare(latencies=(4e-7, 5e-7, 6e-7))
     monkeypatch.setattr(_published, "compare", lambda **_: compared)
     file = tmp_path / "published.png"
@@ -351,7 +354,7 @@ def test_the_model_against_what_was_published(tmp_path, monkeypatch):
     assert all(0 < constant < 250 for constant in ours["dispatch_us"].values())
     # The latency in use is the one that fits best.
     variants = found["variants"]
-    assert len(variants) == 3 * 9
+    assert len(variants) == 3 * 4
     plain = [one for one in variants if (one["bandwidth"], one["step_cycles"]) == (1.0, 0)]
     best = min(plain, key=lambda one: one["mean_error"])["latency_us"]
     # No others put the tiles in another order at the top.
