@@ -26,6 +26,7 @@ from ..kernels import xla_matmul
 from ..tiles import CachedResolver, candidates, TileConfig, TileProblem, vmem_limit_bytes
 from ..tiles._ranking import compile_job, rank
 from ..tiles._timing import lower_chain, lower_products, random_operands, time_per_call
+from ._console import microseconds
 from ._products import kernel_problem, PRODUCTS
 
 
@@ -90,15 +91,13 @@ class Row:
             "product": self.product,
             "provider": self.provider,
             "tile": None if self.tile is None else list(self.tile),
-            "time_us": None if self.seconds is None else self.seconds * 1e6,
+            "time_us": microseconds(self.seconds),
             "tflops": self.tflops,
             "kind": self.kind,
             "calibrated": self.calibrated,
             "roofline_us": self.roofline_seconds * 1e6,
             "static_mxu_use": self.static_mxu_use,
-            "xla_estimate_us": (
-                None if self.xla_estimate_seconds is None else self.xla_estimate_seconds * 1e6
-            ),
+            "xla_estimate_us": microseconds(self.xla_estimate_seconds),
             "note": self.note,
         }
 

@@ -42,6 +42,11 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds * 1e6:.4g} us"
 
 
+def microseconds(seconds: float | None) -> float | None:
+    """For JSON, whose times are in microseconds; no time stays none."""
+    return None if seconds is None else seconds * 1e6
+
+
 def format_bytes(count: int) -> str:
     return f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count / 2**10:.1f} KiB"
 

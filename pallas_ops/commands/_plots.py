@@ -173,9 +173,11 @@ def plot_published(found: "Comparison", file: str) -> None:
     """The tutorial's figure again: its measurements, the prediction, and what dispatch takes."""
     import matplotlib.pyplot as plt
 
+    from ..compiler import chip, peak_operations_per_second
+
     ours = found.fits[0]
     tutorial = "bielik-on-tpu, episode 2"
-    figure, (times, rates) = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
+    figure, (times, rates) = plt.subplots(1, 2, figsize=(12, 6), layout="constrained")
     for blocks, name, color in (((128, 128, 128), "tiles of 128", "C0"), (None, "XLA", "C1")):
         own = [
             (row.problem.m, row.wall_seconds, ours.predicted[index], row.problem.flops)
@@ -195,11 +197,14 @@ def plot_published(found: "Comparison", file: str) -> None:
             tflops = [count / s / 1e12 for count, s in zip(flops, seconds, strict=True)]
             rates.plot(sizes, tflops, style, color=color, label=f"{name}: {label}")
     times.axhline(ours.dispatch[tutorial] * 1e3, color="grey", linewidth=1)
-    times.text(512, ours.dispatch[tutorial] * 1e3, "dispatch, fitted", va="bottom")
+    times.text(4096, ours.dispatch[tutorial] * 1e3, "dispatch, fitted", va="top", ha="right")
     times.set(xlabel="m = k = n", ylabel="ms of one call")
-    rates.axhline(197, color="black", linewidth=1)
+    peak = peak_operations_per_second(found.rows[0].problem, chip("v5e")) / 1e12
+    rates.axhline(peak, color="black", linewidth=1)
     rates.set(xlabel="m = k = n", ylabel="TFLOP/s")
-    rates.set_xscale("log", base=2)
-    rates.legend(fontsize=7)
+    for panel in (times, rates):
+        panel.set_xscale("log", base=2)
+    # Beside all lines, and not over one.
+    figure.legend(loc="outside lower center", ncols=2)
     figure.suptitle(f"{tutorial}, on a v5e; predicted beside what it measured")
     _save(figure, file)

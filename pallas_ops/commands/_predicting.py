@@ -12,7 +12,6 @@ from ..compiler import (
     judge,
     Judgement,
     roofline_seconds,
-    Verdict,
     xla_estimate_seconds,
     xla_time,
     XlaTime,
@@ -29,10 +28,7 @@ from ..tiles import (
 )
 from ..tiles._ranking import compile_job
 from ..tiles._vmem import scoped_vmem_limit_bytes
-
-
-def _microseconds(seconds: float | None) -> float | None:
-    return None if seconds is None else seconds * 1e6
+from ._console import microseconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,10 +77,10 @@ class Row:
             "vmem_limit_bytes": self.vmem_limit_bytes,
             "static_mxu_use": self.static_mxu_use,
             "spills": self.spills,
-            "predicted_us": _microseconds(self.seconds),
+            "predicted_us": microseconds(self.seconds),
             "tflops": self.tflops,
             "bound": self.bound,
-            "analytic_us": _microseconds(self.analytic_seconds),
+            "analytic_us": microseconds(self.analytic_seconds),
         }
 
 
@@ -133,8 +129,8 @@ class Report:
             "libtpu": self.libtpu,
             "no_compiler": self.no_compiler,
             "roofline_us": self.roofline_seconds * 1e6,
-            "xla_estimate_us": _microseconds(self.xla_estimate_seconds),
-            "xla_us": None if self.xla is None else _microseconds(self.xla.seconds),
+            "xla_estimate_us": microseconds(self.xla_estimate_seconds),
+            "xla_us": None if self.xla is None else microseconds(self.xla.seconds),
             "xla_source": None if self.xla is None else self.xla.source,
             "xla_error": self.xla_error,
             "xla_unread": self.xla_unread,
@@ -157,12 +153,6 @@ def why_not_compiled(problem: TileProblem, tile: TileConfig) -> str | None:
     return why_too_large(problem, tile)
 
 
-def _whether_it_compiles(verdict: Verdict) -> bool | None:
-    """What the compiler says; `None` where it was not heard, which says nothing of the program."""
-    unheard = verdict.transient and not verdict.compiles
-    return None if unheard else verdict.compiles
-
-
 def _row(problem: TileProblem, tile: TileConfig, judgement: Judgement | None) -> Row:
     default = scoped_vmem_limit_bytes(problem.device)
     row = Row(tile.blocks, vmem_limit_bytes(problem, tile) or default, problem.matmul.flops)
@@ -172,7 +162,7 @@ def _row(problem: TileProblem, tile: TileConfig, judgement: Judgement | None) ->
     analytic = estimate_seconds(problem, tile)
     row = dataclasses.replace(
         row,
-        compiles=_whether_it_compiles(verdict),
+        compiles=None if verdict.unheard else verdict.compiles,
         error=judgement.error,
         vmem_bytes=verdict.vmem_bytes,
         analytic_seconds=analytic,

@@ -195,7 +195,7 @@ def _cases(problem: TileProblem, is_near: dict[TileConfig, bool], pool: CompileP
         verdict, prediction = judgement.verdict, judgement.prediction
         if verdict.unavailable:
             raise CompilerUnavailableError(verdict.error)
-        if verdict.transient and not verdict.compiles:
+        if verdict.unheard:
             continue
         estimate = estimate_vmem_bytes(problem.matmul, tile)
         cases.append(

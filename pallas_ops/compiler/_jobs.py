@@ -58,3 +58,8 @@ class Verdict:
     transient: bool = False
     blames_program: bool = False
     unavailable: bool = False
+
+    @property
+    def unheard(self) -> bool:
+        """Whether the compiler was not heard: then `compiles` says nothing either."""
+        return self.transient and not self.compiles

@@ -61,9 +61,8 @@ def lower_bound_seconds(problem: MatmulProblem, blocks: tuple[int, int, int], ch
     A product with a vector may be summed without them: it is taken to cost its transfers alone.
     """
     m, k, n = blocks
-    filled = m * k * -(-n // chip.mxu_size) * chip.mxu_size
-    if 1 in (problem.m, problem.n):
-        filled = 0
+    is_vector = 1 in (problem.m, problem.n)
+    filled = 0 if is_vector else m * k * -(-n // chip.mxu_size) * chip.mxu_size
     rate = peak_operations_per_second(problem, chip) / (2 * chip.clock_hertz)
     cycles = math.floor(filled / rate)
     step = StepCost(cycles, cycles, cycles, 0, 0, 0, 0, 0)

@@ -290,7 +290,8 @@ class CompilePool:
                 except OSError as error:  # no room for its folder, no memory for a process
                     reason = f"no compile worker could be started: {error}"
                     return None, Verdict(False, reason, transient=True)
-            running.add(worker)
+            asked = worker
+            running.add(asked)
             try:
                 if given_up.is_set():  # since it was asked above
                     return worker, verdict
@@ -303,14 +304,12 @@ class CompilePool:
                     verdict = Verdict(
                         False, str(lost), transient=True, blames_program=lost.timed_out or again
                     )
-                running.discard(worker)
-                worker.close()
+                asked.close()
                 worker = None
                 if lost.timed_out:
                     break
             finally:
-                if worker is not None:
-                    running.discard(worker)
+                running.discard(asked)
         return worker, verdict
 
     def _take(self) -> _Worker:

@@ -22,6 +22,8 @@ from pallas_ops.commands._benchmark import measured_rows, predicted_rows, PROVID
 from pallas_ops.compiler import _topology, chip, CompilePool, Judgement, Prediction, Verdict
 from pallas_ops.tiles import CompilerResolver, estimate_vmem_bytes, TileConfig, TileStore
 
+from ..compiler.tools import answering
+
 
 FIELDS = {
     "m",
@@ -175,14 +177,7 @@ def test_without_libtpu(arguments, monkeypatch, no_work):
 @pytest.mark.parametrize("arguments", [("--shape", "256,512,384"), ("vmem", "--tiles", 6)])
 def test_a_libtpu_that_does_not_start(arguments, monkeypatch):
     unavailable = Verdict(False, "it does not start", transient=True, unavailable=True)
-
-    def ask(self, jobs, *, told=None, **given):
-        for job in jobs:
-            if told is not None:
-                told(job, unavailable)
-        return [unavailable] * len(jobs)
-
-    monkeypatch.setattr(CompilePool, "ask", ask)
+    answering(monkeypatch, unavailable)
     result = _run(*arguments)
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr == "Error: it does not start\n"

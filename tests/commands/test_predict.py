@@ -1,5 +1,6 @@
 """`pallas-ops predict`."""
 
+import functools
 import json
 import os
 import subprocess
@@ -10,6 +11,8 @@ from click.testing import CliRunner
 
 from pallas_ops.commands import _plots, _predicting, main
 from pallas_ops.compiler import CompilePool, Verdict
+
+from ..compiler.tools import answering
 
 
 FIELDS = {
@@ -42,17 +45,7 @@ def _json(*arguments):
 @pytest.fixture
 def answers(monkeypatch):
     """Sets what every pool says, in place of a compiler."""
-
-    def answer(verdict):
-        def ask(self, jobs, *, told=None, **given):
-            for job in jobs:
-                if told is not None:
-                    told(job, verdict)
-            return [verdict] * len(jobs)
-
-        monkeypatch.setattr(CompilePool, "ask", ask)
-
-    return answer
+    return functools.partial(answering, monkeypatch)
 
 
 def test_named_tiles():

@@ -7,7 +7,7 @@ from click.testing import CliRunner
 
 import pallas_ops as po
 from pallas_ops.commands import _console, _generating, _shapes, main
-from pallas_ops.compiler import CompilePool, Verdict
+from pallas_ops.compiler import Verdict
 from pallas_ops.tiles import (
     _ranking,
     Entry,
@@ -17,6 +17,8 @@ from pallas_ops.tiles import (
     TileStore,
     versions,
 )
+
+from ..compiler.tools import answering
 
 
 @pytest.fixture(autouse=True)
@@ -86,14 +88,7 @@ def test_every_product_of_a_model(tmp_path):
 
 
 def test_no_compiler(monkeypatch, store):
-    verdict = Verdict(False, "there is none", transient=True, unavailable=True)
-
-    def ask(self, jobs, *, told=None, **given):
-        for job in jobs:
-            told(job, verdict)
-        return [verdict] * len(jobs)
-
-    monkeypatch.setattr(CompilePool, "ask", ask)
+    answering(monkeypatch, Verdict(False, "there is none", transient=True, unavailable=True))
     result, found = _tune(256, 512, 384, "--product", "forward")
     assert result.exit_code == 1
     assert found[0]["status"] == "failed"

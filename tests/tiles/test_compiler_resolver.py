@@ -27,6 +27,7 @@ from pallas_ops.tiles import (
     versions,
 )
 
+from ..compiler import tools
 from .tools import RecordingTimer, ROOT, tile_problem
 
 
@@ -52,16 +53,9 @@ def asked(monkeypatch):
 
 
 def answering(monkeypatch, verdict):
-    """Every pool says this, and starts no process."""
-
-    def ask(self, jobs, *, told=None, **given):
-        for job in jobs:
-            if told is not None:
-                told(job, verdict)
-        return [verdict] * len(jobs)
-
+    """Every pool says this, and nothing was said before."""
     monkeypatch.setattr(_ranking, "_verdicts", {})
-    monkeypatch.setattr(CompilePool, "ask", ask)
+    tools.answering(monkeypatch, verdict)
 
 
 def test_one_problem(asked, store):
