@@ -15,4 +15,5 @@ def equations(function, *args):
 
 def operator_calls(function, *args):
     """The equations that are calls of the operator."""
-    return [e for e in equations(function, *args) if e.primitive.name == "pallas_ops_matmul"]
+    names = ("pallas_ops_matmul", "pallas_ops_fused_matmul")
+    return [e for e in equations(function, *args) if e.primitive.name in names]

@@ -356,7 +356,7 @@ def _lower(
     problem: TileProblem,
     tile: TileConfig | None,
     limit: int | None,
-    operands: tuple[jax.Array, jax.Array],
+    operands: tuple[jax.Array, ...],
 ) -> jax.stages.Lowered:
     matmul = problem.matmul
     if tile is None:
@@ -367,7 +367,7 @@ def _lower(
 
 def _time(
     lower: Callable[[], jax.stages.Lowered],
-    operands: tuple[jax.Array, jax.Array],
+    operands: tuple[jax.Array, ...],
     timer: Callable[[Callable[[int], None]], float] | None,
 ) -> tuple[float | None, str]:
     try:

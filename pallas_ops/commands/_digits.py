@@ -1,7 +1,7 @@
 """Training a small network on scikit-learn's handwritten digits, for `pallas-ops demo`."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -154,24 +154,24 @@ def step_arguments(training: Training) -> tuple[PyTree, ...]:
     return training.parameters, training.state, images, labels
 
 
-def count_equations(jaxpr: Any, primitive: str) -> int:
-    """How many equations of a jaxpr, and of all jaxprs inside it, are of one primitive."""
+def count_equations(jaxpr: Any, primitives: Sequence[str]) -> int:
+    """How many equations of a jaxpr, and of all jaxprs inside it, are of some primitives."""
     inner = (jex_core.Jaxpr, jex_core.ClosedJaxpr)
     count = 0
     for equation in jaxpr.eqns:
-        count += equation.primitive.name == primitive
+        count += equation.primitive.name in primitives
         for value in jax.tree.leaves(
             list(equation.params.values()), is_leaf=lambda leaf: isinstance(leaf, inner)
         ):
             if isinstance(value, inner):
-                count += count_equations(value, primitive)
+                count += count_equations(value, primitives)
     return count
 
 
 def operator_calls(training: Training) -> int:
-    """The calls of `pallas_ops.matmul`'s primitive in one training step."""
+    """The products of `pallas_ops.matmul` in one training step."""
     jaxpr = jax.make_jaxpr(training.step)(*step_arguments(training))
-    return count_equations(jaxpr, "pallas_ops_matmul")
+    return count_equations(jaxpr, ("pallas_ops_matmul", "pallas_ops_fused_matmul"))
 
 
 def tpu_kernels(training: Training, device: str) -> int:

@@ -110,7 +110,7 @@ class _Grid:
     def out_bytes(self, m: int, n: int) -> int:
         shape = (self._size(0, m), self._size(2, n))
         shape = shape[::-1] if self.transposed_out else shape
-        return _padded_bytes(*shape, self.problem.out_dtype.itemsize)
+        return self.problem.outputs * _padded_bytes(*shape, self.problem.out_dtype.itemsize)
 
     def _fetched(self, place: tuple[int, ...], following: tuple[int, ...] | None) -> int:
         """Bytes of the blocks of the step that follows, where they lie elsewhere."""

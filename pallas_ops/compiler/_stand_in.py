@@ -25,6 +25,7 @@ def stand_in(job: CompileJob) -> CompileJob:
         problem,
         lhs_shape=(*problem.lhs_shape[:-2], *lhs),
         rhs_shape=(*problem.rhs_shape[:-2], *rhs),
+        epilogue=None if problem.epilogue is None else problem.epilogue.of_columns(n),
     )
     return dataclasses.replace(job, problem=smaller)
 

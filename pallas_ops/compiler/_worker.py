@@ -5,6 +5,7 @@ its schedules to FOLDER. Jobs come pickled on standard input, verdicts go to sta
 """
 
 import errno
+import functools
 import json
 import os
 import pathlib
@@ -63,23 +64,29 @@ def answer(job: CompileJob, folder: pathlib.Path) -> Verdict:
     """Compiles one program and reads its schedule."""
     clear(folder)
     problem = job.problem
+    product: Callable
     if job.blocks is None:
-
-        def product(lhs, rhs):
-            return xla_matmul(problem, lhs, rhs)
+        product = functools.partial(xla_matmul, problem)
     else:
         kernel = pallas_matmul(
             problem, *job.blocks, vmem_limit_bytes=job.vmem_limit_bytes, textbook=job.textbook
         )
 
-        def product(lhs, rhs):
+        def from_hbm(lhs, rhs, *columns):
             # Small operands, which a longer program would not keep there, XLA would put into VMEM.
             return kernel(
                 pltpu.with_memory_space_constraint(lhs, pltpu.HBM),
                 pltpu.with_memory_space_constraint(rhs, pltpu.HBM),
+                *columns,
             )
 
-    operands = ((problem.lhs_shape, problem.lhs_dtype), (problem.rhs_shape, problem.rhs_dtype))
+        product = from_hbm
+
+    operands = (
+        (problem.lhs_shape, problem.lhs_dtype),
+        (problem.rhs_shape, problem.rhs_dtype),
+        *((columns.shape, columns.dtype) for columns in problem.columns),
+    )
     try:
         stored = by_rows(len(problem.lhs_shape), job.device)  # both, and the result, have one rank
         lowered = jax.jit(product, in_shardings=stored, out_shardings=stored).lower(

@@ -1,3 +1,5 @@
+from ._elementwise import Activation as Activation, ElementwiseProgram as ElementwiseProgram
+from ._epilogue import Columns as Columns, Epilogue as Epilogue
 from ._pallas import (
     is_matrix_vector as is_matrix_vector,
     kernel_name as kernel_name,
@@ -8,6 +10,8 @@ from ._pallas import (
     step_size as step_size,
 )
 from ._problem import (
+    columns_by_name as columns_by_name,
+    fused_problem_of as fused_problem_of,
     MatmulProblem as MatmulProblem,
     problem_of as problem_of,
     promoted_dtype as promoted_dtype,

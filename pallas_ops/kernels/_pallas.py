@@ -112,8 +112,7 @@ def _block_product(lhs, rhs, problem: MatmulProblem, k_left: jax.Array | None) -
 def _matmul_kernel(
     lhs_ref,
     rhs_ref,
-    out_ref,
-    *scratch,
+    *refs,
     problem: MatmulProblem,
     block_shape: tuple[int, int, int],
     textbook: bool,
@@ -124,13 +123,20 @@ def _matmul_kernel(
     block_k, k_axis = block_shape[1], reduction_axes[-1]
     k_step, k_steps = pl.program_id(k_axis), grid[k_axis]
     ragged = problem.k % block_k != 0
+    read = len(problem.columns)
+    column_refs, out_refs = refs[:read], refs[read : read + problem.outputs]
+    scratch = refs[read + problem.outputs :]
 
     def product(masked: bool):
         k_left = problem.k - k_step * block_k if masked else None
         return _block_product(lhs_ref[...], rhs_ref[...], problem, k_left)
 
     def store(value):
-        out_ref[...] = value.astype(out_ref.dtype)
+        outputs: tuple[jax.Array, ...] = (value,)
+        if problem.epilogue is not None:
+            outputs = problem.epilogue.apply(value, *(ref[...] for ref in column_refs))
+        for out_ref, output in zip(out_refs, outputs, strict=True):
+            out_ref[...] = output.astype(out_ref.dtype)
 
     long_axes = [axis for axis in reduction_axes if grid[axis] > 1]
     if not long_axes:
@@ -201,7 +207,7 @@ def pallas_matmul(
     interpret: Any = False,
     vmem_limit_bytes: int | None = None,
     textbook: bool = False,
-) -> Callable[[jax.Array, jax.Array], jax.Array]:
+) -> Callable[..., jax.Array | tuple[jax.Array, ...]]:
     """The Pallas call that computes `problem` with one choice of blocks.
 
     The grid runs over the leading axes of the output, then m, then n, then everything that is
@@ -219,7 +225,8 @@ def pallas_matmul(
 
     **Returns:**
 
-    A function from `lhs` and `rhs` to the product.
+    A function from `lhs`, `rhs` and the arrays that the epilogue reads to the product; with an
+    epilogue, to a tuple of its outputs.
     """
     kept = [axis for axis, summed in enumerate(problem.sum_leading) if not summed]
     summed = [axis for axis, summed in enumerate(problem.sum_leading) if summed]
@@ -236,13 +243,17 @@ def pallas_matmul(
     grid_axis_of |= {axis: n_axis + 1 + position for position, axis in enumerate(summed)}
     reduction_axes = tuple(range(n_axis + 1, len(grid)))
 
-    def block_spec(shape, rows: tuple[int, int], columns: tuple[int, int]) -> pl.BlockSpec:
-        """The blocks of one array; `rows` and `columns` are a block size and a grid axis."""
+    def block_spec(shape, rows: tuple[int, int | None], columns: tuple[int, int]):
+        """The blocks of one array; `rows` and `columns` are a block size and a grid axis.
+
+        An array of a single row has no grid axis of rows.
+        """
         moving = [grid_axis_of[axis] if size > 1 else None for axis, size in enumerate(shape[:-2])]
 
         def index_map(*steps):
             leading = (0 if axis is None else steps[axis] for axis in moving)
-            return (*leading, steps[rows[1]], steps[columns[1]])
+            row = 0 if rows[1] is None else steps[rows[1]]
+            return (*leading, row, steps[columns[1]])
 
         # `None` drops an axis from the block, so that the kernel always sees matrices.
         return pl.BlockSpec((*(None for _ in moving), rows[0], columns[0]), index_map)
@@ -250,7 +261,8 @@ def pallas_matmul(
     m, k, n = (block_m, m_axis), (block_k, k_axis), (block_n, n_axis)
     lhs_spec = block_spec(problem.lhs_shape, *((k, m) if problem.transpose_lhs else (m, k)))
     rhs_spec = block_spec(problem.rhs_shape, *((n, k) if problem.transpose_rhs else (k, n)))
-    out_spec = block_spec(problem.out_shape, m, n)
+    column_specs = [block_spec(array.shape, (1, None), n) for array in problem.columns]
+    out_specs = [block_spec(problem.out_shape, m, n) for _ in range(problem.outputs)]
 
     accumulates = any(grid[axis] > 1 for axis in reduction_axes)
     scratch = [pltpu.VMEM((block_m, block_n), problem.accumulator_dtype)] if accumulates else []
@@ -265,8 +277,8 @@ def pallas_matmul(
             grid=grid,
         ),
         grid=grid,
-        in_specs=[lhs_spec, rhs_spec],
-        out_specs=out_spec,
+        in_specs=[lhs_spec, rhs_spec, *column_specs],
+        out_specs=out_specs,
         scratch_shapes=scratch,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=tuple(
@@ -281,12 +293,13 @@ def pallas_matmul(
         name=kernel_name(problem),
     )
 
-    def run(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    def run(*operands: jax.Array) -> jax.Array | tuple[jax.Array, ...]:
         # Inside a `shard_map`, the result varies over the mesh axes that the operands vary over.
-        varying = jax.typeof(lhs).manual_axis_type
+        varying = jax.typeof(operands[0]).manual_axis_type
         out_shape = jax.ShapeDtypeStruct(
             problem.out_shape, problem.out_dtype, manual_axis_type=varying
         )
-        return call(out_shape=out_shape)(lhs, rhs)
+        outputs = call(out_shape=[out_shape] * problem.outputs)(*operands)
+        return outputs[0] if problem.epilogue is None else tuple(outputs)
 
     return run

@@ -2,12 +2,16 @@
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from ._elementwise import Activation
+from ._epilogue import Columns, Epilogue, IDENTITY
 
 
 _KERNEL_OPERANDS = frozenset(
@@ -52,6 +56,8 @@ class MatmulProblem:
     - `transpose_lhs`, `transpose_rhs`: the layout of each operand.
     - `sum_leading`: one flag for each leading axis: whether it is summed over.
     - `precision`: as in `jax.lax.dot_general`, resolved to one value for both operands.
+    - `epilogue`: what happens to the accumulator before it is rounded; `None` for nothing. With
+        one, there are as many results as it has functions.
     """
 
     lhs_shape: tuple[int, ...]
@@ -63,6 +69,7 @@ class MatmulProblem:
     transpose_rhs: bool = False
     sum_leading: tuple[bool, ...] = ()
     precision: lax.Precision = lax.Precision.DEFAULT
+    epilogue: Epilogue | None = None
 
     def __post_init__(self):
         lhs_leading, rhs_leading = self.lhs_shape[:-2], self.rhs_shape[:-2]
@@ -77,6 +84,17 @@ class MatmulProblem:
                 f"matmul: operands that do not fit: {self.describe()}, {len(self.sum_leading)} "
                 f"leading axes. Both need one rank, one size k, and leading axes of one size or 1."
             )
+        for columns in self.columns:
+            whole = (*self.out_shape[:-2], 1, self.n)
+            if (
+                len(columns.shape) != len(whole)
+                or columns.shape[-1] != self.n
+                or not all(a in (1, b) for a, b in zip(columns.shape, whole, strict=True))
+            ):
+                raise ValueError(
+                    f"matmul: an epilogue's array of shape {columns.shape} does not fit "
+                    f"{self.describe()}: it has an entry for each column of {self.out_shape}."
+                )
 
     @property
     def m(self) -> int:
@@ -108,6 +126,21 @@ class MatmulProblem:
         return (*(1 if summed else size for size, summed in leading), self.m, self.n)
 
     @property
+    def columns(self) -> tuple[Columns, ...]:
+        """The arrays that the epilogue reads."""
+        return () if self.epilogue is None else self.epilogue.columns
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether the columns of the sums are multiplied by factors."""
+        return self.epilogue is not None and self.epilogue.scale is not None
+
+    @property
+    def outputs(self) -> int:
+        """How many results there are, all of `out_shape` and `out_dtype`."""
+        return 1 if self.epilogue is None else len(self.epilogue.functions)
+
+    @property
     def accumulator_dtype(self) -> np.dtype:
         """The dtype of the sums: that of operands or result if it is wide, else 32 bits."""
         # Not by promotion, which JAX has none of for the floats of 8 bits.
@@ -121,6 +154,8 @@ class MatmulProblem:
         else:
             wide = np.dtype(jnp.int32)
         if jnp.issubdtype(wide, jnp.integer) and jnp.issubdtype(out, jnp.inexact):
+            if self.is_scaled:  # exact sums, and then real numbers
+                return wide
             return out if out.itemsize >= 4 else np.dtype(jnp.float32)
         return out if out.itemsize > wide.itemsize else wide
 
@@ -136,13 +171,14 @@ class MatmulProblem:
 
     @property
     def bytes_accessed(self) -> int:
-        """Bytes of both operands and the result, each once: the least that can move."""
+        """Bytes of all that is read and of all results, each once: the least that can move."""
         parts = (
             (self.lhs_shape, self.lhs_dtype),
             (self.rhs_shape, self.rhs_dtype),
-            (self.out_shape, self.out_dtype),
+            *((self.out_shape, self.out_dtype) for _ in range(self.outputs)),
         )
-        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in parts)
+        operands = sum(math.prod(shape) * dtype.itemsize for shape, dtype in parts)
+        return operands + sum(columns.nbytes for columns in self.columns)
 
     def why_not_in_kernel(self) -> str | None:
         """Why the Pallas kernel cannot compute this on any TPU, or `None` where it can."""
@@ -154,7 +190,8 @@ class MatmulProblem:
                 f"the kernel multiplies float32, bfloat16, mixtures of the two, and int8 with "
                 f"int8, and was given {pair[0]} with {pair[1]}"
             )
-        allowed = ("int8", "int32") if pair == ("int8", "int8") else ("float32", "bfloat16")
+        exact = pair == ("int8", "int8") and not self.is_scaled
+        allowed = ("int8", "int32") if exact else ("float32", "bfloat16")
         if self.out_dtype.name not in allowed:
             return (
                 f"the kernel returns {' or '.join(allowed)} from {pair[0]} with {pair[1]}, and "
@@ -183,3 +220,44 @@ def problem_of(lhs: Any, rhs: Any, **layout: Any) -> MatmulProblem:
         rhs_dtype=np.dtype(rhs.dtype),
         **layout,
     )
+
+
+def fused_problem_of(
+    lhs: Any,
+    rhs: Any,
+    *columns: Any,
+    scaled: bool,
+    biased: bool,
+    activation: Activation | None,
+    orders: tuple[int, ...],
+    **layout: Any,
+) -> MatmulProblem:
+    """As `problem_of`, with an epilogue.
+
+    **Arguments:**
+
+    - `lhs`, `rhs`, `**layout`: as in `problem_of`.
+    - `*columns`: scale and bias, as far as there are: arrays of shape `(*leading, 1, n)`.
+    - `scaled`, `biased`: whether there is a scale, and a bias.
+    - `activation`: what is applied last; `None` for nothing.
+    - `orders`: which of its derivatives are the results.
+    """
+    bare = problem_of(lhs, rhs, **layout)
+    named = columns_by_name(columns, scaled=scaled, biased=biased)
+    described = {
+        name: None if array is None else Columns(tuple(array.shape), np.dtype(array.dtype))
+        for name, array in named.items()
+    }
+    functions: tuple[Any, ...] = (IDENTITY,)
+    if activation is not None:
+        functions = tuple(activation.program(order, bare.accumulator_dtype) for order in orders)
+    return dataclasses.replace(bare, epilogue=Epilogue(**described, functions=functions))
+
+
+def columns_by_name(columns: Iterable[Any], *, scaled: bool, biased: bool) -> dict[str, Any]:
+    """Scale and bias by their names, `None` for one that is not there."""
+    given = iter(columns)
+    return {
+        "scale": next(given) if scaled else None,
+        "bias": next(given) if biased else None,
+    }

@@ -23,23 +23,23 @@ def _jitted_call(problem: MatmulProblem, blocks: tuple[int, int, int]) -> Callab
 
 
 def tpu_interpret_matmul(
-    problem: MatmulProblem, blocks: tuple[int, int, int], lhs: jax.Array, rhs: jax.Array
-) -> jax.Array:
+    problem: MatmulProblem, blocks: tuple[int, int, int], *operands: jax.Array
+) -> jax.Array | tuple[jax.Array, ...]:
     """The product, computed on the host in a callback.
 
     The interpreter's effects are ordered, and JAX cannot lower those inside a primitive that has
     none; so the interpreter runs as a program of its own.
     """
 
-    def on_host(lhs, rhs):
+    def on_host(*operands):
         cpu = jax.local_devices(backend="cpu")[0]
         with _lock, jax.default_device(cpu):
-            return np.asarray(_jitted_call(problem, blocks)(lhs, rhs))
+            return jax.tree.map(np.asarray, _jitted_call(problem, blocks)(*operands))
 
+    out = jax.ShapeDtypeStruct(problem.out_shape, problem.out_dtype)
     return jax.pure_callback(
         on_host,
-        jax.ShapeDtypeStruct(problem.out_shape, problem.out_dtype),
-        lhs,
-        rhs,
+        out if problem.epilogue is None else (out,) * problem.outputs,
+        *operands,
         vmap_method="sequential",  # for an implementation taken on its own
     )

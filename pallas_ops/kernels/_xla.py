@@ -7,8 +7,24 @@ from jax import lax
 from ._problem import MatmulProblem, promoted_dtype
 
 
-def xla_matmul(problem: MatmulProblem, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    """The product by `jax.lax.dot_general`, with the kernel's accumulation and rounding."""
+def xla_matmul(
+    problem: MatmulProblem, lhs: jax.Array, rhs: jax.Array, *columns: jax.Array
+) -> jax.Array | tuple[jax.Array, ...]:
+    """The product by `jax.lax.dot_general`, with the kernel's accumulation and rounding.
+
+    With an epilogue, all of its outputs.
+    """
+    product = _product(problem, lhs, rhs)
+    if problem.epilogue is None:
+        return product.astype(problem.out_dtype)
+    outputs = problem.epilogue.apply(product, *columns)
+    return tuple(output.astype(problem.out_dtype) for output in outputs)
+
+
+def _product(problem: MatmulProblem, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    """The sums, not rounded yet."""
+    if problem.is_empty:
+        return jnp.zeros(problem.out_shape, problem.accumulator_dtype)
     operands = promoted_dtype(problem.lhs_dtype, problem.rhs_dtype)
     integers = jnp.issubdtype(operands, jnp.integer)
     narrow = operands == jnp.bool_ or (integers and jnp.iinfo(operands).bits < 8)
@@ -54,4 +70,4 @@ def xla_matmul(problem: MatmulProblem, lhs: jax.Array, rhs: jax.Array) -> jax.Ar
     wanted = [*(axis for axis in axes if axis in returned), "m", "n"]
     if returned != wanted:
         product = lax.transpose(product, [returned.index(axis) for axis in wanted])
-    return product.reshape(problem.out_shape).astype(problem.out_dtype)
+    return product.reshape(problem.out_shape)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._hardware import find_generation
-from ..kernels import MatmulProblem, problem_of, run_kernel, xla_matmul
+from ..kernels import Epilogue, MatmulProblem, problem_of, run_kernel, xla_matmul
 from ..tiles import as_tile_choice, Resolution, resolve_tile, TileProblem, Tiles
 from ._derivatives import lhs_cotangent, rhs_cotangent
 from ._precision import resolve_precision
@@ -22,12 +22,13 @@ _FIRST_GENERATION_WITH_INT8 = 5
 def _problem(
     lhs: Any,
     rhs: Any,
-    *,
+    *_columns: Any,
     transpose_lhs: bool = False,
     transpose_rhs: bool = False,
     sum_leading: tuple[bool, ...] | None = None,
     out_dtype: Any = None,
     precision: Any = None,
+    epilogue: Epilogue | None = None,
     tiles: Tiles = None,
     device: str | None = None,
     can_be_timed: bool = False,
@@ -41,6 +42,7 @@ def _problem(
         sum_leading=(False,) * (lhs.ndim - 2) if sum_leading is None else sum_leading,
         out_dtype=np.dtype(jnp.result_type(lhs, rhs) if out_dtype is None else out_dtype),
         precision=resolve_precision(precision),
+        epilogue=epilogue,
     )
 
 
@@ -54,33 +56,34 @@ def _resolve(problem: MatmulProblem, implementation: str, call: dict[str, Any]) 
     return resolve_tile(asked, as_tile_choice(call.get("tiles")))
 
 
-def _kernel(lhs: jax.Array, rhs: jax.Array, *, implementation: str, **call: Any) -> jax.Array:
-    problem = _problem(lhs, rhs, **call)
+# The operands are lhs, rhs, and what the epilogue of the call reads; with one, all of its outputs
+# are returned.
+def _kernel(*operands: jax.Array, implementation: str, **call: Any) -> Any:
+    problem = _problem(*operands, **call)
     if problem.is_empty:
-        return jnp.zeros(problem.out_shape, problem.out_dtype)
+        return xla_matmul(problem, *operands)
     resolution = _resolve(problem, implementation, call)
     return run_kernel(
         problem,
         resolution.tile.blocks,
-        lhs,
-        rhs,
+        *operands,
         implementation=implementation,
         vmem_limit_bytes=resolution.vmem_limit_bytes,
     )
 
 
-def _xla(lhs: jax.Array, rhs: jax.Array, **call: Any) -> jax.Array:
-    problem = _problem(lhs, rhs, **call)
+def _xla(*operands: jax.Array, **call: Any) -> Any:
+    problem = _problem(*operands, **call)
     choice = as_tile_choice(call.get("tiles"))
     named = choice is not None and choice.forward is not None
     if named and not problem.is_empty and problem.why_not_in_kernel() is None:
         # XLA has no use for a tile, but a test on a CPU should meet what a TPU would refuse.
         _resolve(problem, "xla", call)
-    return xla_matmul(problem, lhs, rhs)
+    return xla_matmul(problem, *operands)
 
 
-def _kernel_supports(lhs: Any, rhs: Any, **call: Any) -> str | None:
-    problem = _problem(lhs, rhs, **call)
+def _kernel_supports(*operands: Any, **call: Any) -> str | None:
+    problem = _problem(*operands, **call)
     reason = problem.why_not_in_kernel()
     if reason is not None or problem.lhs_dtype != jnp.int8:
         return reason

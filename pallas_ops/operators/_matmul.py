@@ -1,5 +1,6 @@
 """`matmul`: the function that people call, and its entry in the registry."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +10,9 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Num, Shaped
 
-from ..kernels import promoted_dtype
+from ..kernels import Activation, MatmulProblem, promoted_dtype
 from ..tiles import as_tile_choice, environment_resolver, Tiles
+from ._fused import bind_fused
 from ._implementations import DERIVATIVES, IMPLEMENTATIONS
 from ._options import ambient_options, CallOptions
 from ._precision import resolve_precision
@@ -99,19 +101,78 @@ def matmul(
         keywords = dict(out_dtype=out_dtype, precision=precision, device=call.device, **layout)
         operator.select((lhs, rhs), keywords, name=call.implementation)
 
-    out = bind_matmul(
+    sum_leading = (False,) * (rank - 2)
+
+    def product() -> jax.Array:
+        return bind_matmul(
+            lhs,
+            rhs,
+            **layout,
+            sum_leading=sum_leading,
+            out_dtype=out_dtype,
+            tiles=call.tiles,
+            precision=precision,
+            options=call,
+        )
+
+    if bias is None and activation is None:
+        return product()
+
+    fused = _as_fused(lhs, rhs, bias, activation, jax.eval_shape(product))
+    if fused is None:
+        return _applied(product(), bias, activation)
+    (out,) = bind_fused(
         lhs,
         rhs,
+        *(() if bias is None else (with_leading_ones(bias, rank - 1),)),
         **layout,
-        sum_leading=(False,) * (rank - 2),
-        out_dtype=out_dtype,
-        tiles=call.tiles,
+        sum_leading=sum_leading,
         precision=precision,
-        options=call,
+        tiles=call.tiles,
+        implementation=call.implementation,
+        device=call.device,
+        scaled=False,
+        biased=bias is not None,
+        product_dtype=out_dtype,
+        **fused,
     )
+    return out
+
+
+def _applied(
+    product: jax.Array, bias: jax.Array | None, activation: Callable[[Array], Array] | None
+) -> jax.Array:
+    """Bias and activation on a product that is rounded already."""
     if bias is not None:
-        out = out + jnp.broadcast_to(bias, out.shape)
-    return out if activation is None else activation(out)
+        product = product + jnp.broadcast_to(bias, product.shape)
+    return product if activation is None else activation(product)
+
+
+def _as_fused(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    bias: jax.Array | None,
+    activation: Callable[[Array], Array] | None,
+    product: jax.ShapeDtypeStruct,
+) -> dict[str, Any] | None:
+    """What `bind_fused` needs to know of an epilogue; `None` where it must be applied afterwards.
+
+    Afterwards are applied: what looks at more than one entry, or holds arrays; and anything to
+    integers and complex numbers, which no kernel sums in floating point.
+    """
+    # As the user's own promotion rules have it, and with their errors.
+    wanted = jax.eval_shape(functools.partial(_applied, activation=activation), product, bias)
+    arrays = [lhs, rhs, product, wanted, *([] if bias is None else [bias])]
+    is_array = isinstance(wanted, jax.ShapeDtypeStruct) and wanted.shape == product.shape
+    if not is_array or not all(jnp.issubdtype(array.dtype, jnp.floating) for array in arrays):
+        return None
+    found = None
+    if activation is not None:
+        summed = MatmulProblem((1, 1), (1, 1), lhs.dtype, rhs.dtype, wanted.dtype)
+        found = Activation.of(activation, summed.accumulator_dtype)
+        if found is None:
+            return None
+    return dict(out_dtype=np.dtype(wanted.dtype), activation=found, orders=(0,))
 
 
 def _as_array(name: str, value: Any) -> jax.Array:

@@ -5,7 +5,7 @@ import os
 
 from ._agree import agreed
 from ._key import problem_key, versions
-from ._legal import nearest_legal, why_no_limit, why_too_large
+from ._legal import may_not_fit, nearest_legal, why_no_limit, why_too_large
 from ._memory import recall, remember
 from ._problem import TileProblem
 from ._resolver import check_fallback, Resolution, TileResolver
@@ -96,6 +96,25 @@ class CachedResolver:
 
     def look_up(self, problem: TileProblem) -> Resolution:
         directory = os.fspath(default_directory() if self.directory is None else self.directory)
+        found = self._found(problem, directory)
+        if found is None and problem.matmul.epilogue is not None:
+            # What is done to the result hardly matters to the tile (`docs/tiles.md`).
+            bare = self._found(problem.bare, directory)
+            found = None if bare is None else _with_epilogue(problem, bare)
+        if found is not None:
+            return found
+        on_tpu = problem.can_be_timed and problem.implementation == "mosaic"
+        if on_tpu or not self.quiet:
+            warn_once(
+                "miss",
+                f"no tile is stored for {problem.describe()}: taken is one by shape alone, and it "
+                f"may be far from the best. `pallas-ops tune` or AutotuneResolver finds one. "
+                f"(Told once; `pallas-ops tiles why` tells it for each shape.)",
+            )
+        return self.fallback.resolve(problem)
+
+    def _found(self, problem: TileProblem, directory: str) -> Resolution | None:
+        """The tile in the store, or in a table."""
         found = stored_tile(problem, directory)
         if found is not None:
             return found
@@ -106,15 +125,19 @@ class CachedResolver:
             resolution = None if entry is None else legal_again(problem, entry, "table")
             if resolution is not None:
                 return resolution
-        on_tpu = problem.can_be_timed and problem.implementation == "mosaic"
-        if on_tpu or not self.quiet:
-            warn_once(
-                "miss",
-                f"no tile is stored for {problem.describe()}: taken is one by shape alone, and it "
-                f"may be far from the best. `pallas-ops tune` or AutotuneResolver finds one. "
-                f"(Told once; `pallas-ops tiles why` tells it for each shape.)",
-            )
-        return self.fallback.resolve(problem)
+        return None
+
+
+def _with_epilogue(problem: TileProblem, bare: Resolution) -> Resolution | None:
+    """The tile of the product alone, for the product with its epilogue; `None` if it may not fit.
+
+    The further results of an epilogue have blocks of their own.
+    """
+    if may_not_fit(problem, bare.tile):
+        return None
+    return dataclasses.replace(
+        bare, vmem_limit_bytes=None, reason=f"{bare.reason} (without its epilogue)"
+    )
 
 
 DEFAULT_RESOLVER = CachedResolver(quiet=True)

@@ -1,19 +1,24 @@
 """The problems in a program: what there is to tune."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 from jax.extend import core as jex_core
 
 from .._hardware import find_generation, known_generation
-from ..kernels import problem_of
+from ..kernels import fused_problem_of, problem_of
 from ._problem import TileProblem
 
 
-# By name: the primitive is of a higher room.
-_PRIMITIVE = "pallas_ops_matmul"
 _FIELDS = ("transpose_lhs", "transpose_rhs", "sum_leading", "out_dtype", "precision")
+_EPILOGUE = ("scaled", "biased", "activation", "orders")
+
+# By name: the primitives are of a higher room.
+_PRIMITIVES: Mapping[str, tuple[Callable, tuple[str, ...]]] = {
+    "pallas_ops_matmul": (problem_of, _FIELDS),
+    "pallas_ops_fused_matmul": (fused_problem_of, (*_FIELDS, *_EPILOGUE)),
+}
 
 
 # Those that run the kernel, and have tiles.
@@ -91,11 +96,12 @@ def collect(
     found: dict[TileProblem, None] = {}
     for equation in _equations(jax.make_jaxpr(run)(arrays).jaxpr):
         params = equation.params
-        if equation.primitive.name != _PRIMITIVE or params["implementation"] == "xla":
+        if equation.primitive.name not in _PRIMITIVES or params["implementation"] == "xla":
             continue
-        matmul = problem_of(
+        describe, fields = _PRIMITIVES[equation.primitive.name]
+        matmul = describe(
             *(operand.aval for operand in equation.invars),
-            **{name: params[name] for name in _FIELDS},
+            **{name: params[name] for name in fields},
         )
         if matmul.is_empty or matmul.why_not_in_kernel() is not None:
             continue

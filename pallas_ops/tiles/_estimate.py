@@ -61,13 +61,16 @@ def estimate_seconds(problem: TileProblem, tile: TileConfig) -> float:
     moved = (
         lhs_fetches * m * k * matmul.lhs_dtype.itemsize
         + rhs_fetches * k * n * matmul.rhs_dtype.itemsize
-        + math.prod(matmul.out_shape[:-2]) * m_steps * n_steps * m * n * matmul.out_dtype.itemsize
+        + math.prod(matmul.out_shape[:-2])
+        * m_steps
+        * n_steps
+        * (m * n * matmul.out_dtype.itemsize * matmul.outputs)
     )
     fetch = moved / steps / info.mem_bw_bytes_per_second + _DMA_LATENCY_SECONDS
     # Nothing is multiplied while the first blocks are fetched, and while the last one is stored.
     ends = (
         m * k * matmul.lhs_dtype.itemsize
         + k * n * matmul.rhs_dtype.itemsize
-        + m * n * matmul.out_dtype.itemsize
+        + m * n * matmul.out_dtype.itemsize * matmul.outputs
     )
     return ends / info.mem_bw_bytes_per_second + steps * max(compute, fetch)

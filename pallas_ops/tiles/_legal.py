@@ -96,6 +96,12 @@ def nearest_that_fits(problem: TileProblem, tile: TileConfig) -> TileConfig:
     return _largest_that_fits(problem, nearest)
 
 
+def may_not_fit(problem: TileProblem, tile: TileConfig) -> bool:
+    """Whether the compiler, which was not asked, may refuse the blocks for their size."""
+    needed = estimate_vmem_bytes(problem.matmul, tile) + COMPILER_MARGIN_BYTES
+    return needed > _most_vmem_bytes(problem.device)
+
+
 def vmem_limit_bytes(problem: TileProblem, tile: TileConfig) -> int | None:
     """The scoped VMEM limit that a tile needs, in bytes; `None` where the default is enough.
 

@@ -23,7 +23,8 @@ class TileProblem:
         generation. `None` where JAX does not tell, and then the tile must suit every generation.
     - `implementation`: the implementation of the operator that will run.
     - `operator`: the operator's name.
-    - `epilogue`: what the kernel does to the result before it stores it; `""` for nothing.
+    - `epilogue`: a name for what the kernel does to the product before it stores it; `""` is that
+        of `matmul`.
     - `can_be_timed`: whether a program for this device can be run in this process, and so measured.
         A program that is exported, or compiled for a TPU that is not there, cannot. Problems that
         differ in this alone are equal: the best tile is the same.
@@ -40,6 +41,8 @@ class TileProblem:
         generation = find_generation(self.device)
         if generation is not None:
             object.__setattr__(self, "device", generation.name)
+        if not self.epilogue and self.matmul.epilogue is not None:
+            object.__setattr__(self, "epilogue", self.matmul.epilogue.label)
 
     @property
     def m(self) -> int:
@@ -77,6 +80,12 @@ class TileProblem:
     @property
     def precision(self) -> str:
         return self.matmul.precision.name
+
+    @property
+    def bare(self) -> "TileProblem":
+        """The product alone, without its epilogue."""
+        matmul = dataclasses.replace(self.matmul, epilogue=None)
+        return dataclasses.replace(self, matmul=matmul, epilogue="")
 
     def describe(self) -> str:
         """One line for messages."""

@@ -24,8 +24,8 @@ _MOST_CALLS = 1 << 14
 _REPEATS = 3
 
 
-def random_operands(problem: MatmulProblem) -> tuple[jax.Array, jax.Array]:
-    """Operands of one problem, the same each time."""
+def random_operands(problem: MatmulProblem) -> tuple[jax.Array, ...]:
+    """Operands of one problem, and what its epilogue reads; the same each time."""
     generator = np.random.default_rng(0)
 
     def array(shape, dtype):
@@ -36,6 +36,7 @@ def random_operands(problem: MatmulProblem) -> tuple[jax.Array, jax.Array]:
     return (
         array(problem.lhs_shape, problem.lhs_dtype),
         array(problem.rhs_shape, problem.rhs_dtype),
+        *(array(columns.shape, columns.dtype) for columns in problem.columns),
     )
 
 
@@ -47,7 +48,7 @@ def lower_chain(
     tile: TileConfig,
     implementation: str,
     vmem_limit_bytes: int | None,
-    operands: tuple[Operand, Operand],
+    operands: tuple[Operand, ...],
 ) -> jax.stages.Lowered:
     """A program of `count` products by the kernel, one after another, with operands from HBM.
 
@@ -61,26 +62,26 @@ def lower_chain(
         vmem_limit_bytes=vmem_limit_bytes,
     )
 
-    def from_hbm(lhs, rhs):
+    def from_hbm(lhs, rhs, *columns):
         # XLA would copy an operand of a loop into VMEM, once, and the kernel would read it there
         # for nothing. In a program of its own it reads what lies in HBM.
         lhs, rhs = (pltpu.with_memory_space_constraint(one, pltpu.HBM) for one in (lhs, rhs))
-        return product(lhs, rhs)
+        return product(lhs, rhs, *columns)
 
     return lower_products(from_hbm if implementation == "mosaic" else product, problem, operands)
 
 
 def lower_products(
-    product: Callable[[jax.Array, jax.Array], jax.Array],
+    product: Callable[..., Any],
     problem: MatmulProblem,
-    operands: tuple[Operand, Operand],
+    operands: tuple[Operand, ...],
 ) -> jax.stages.Lowered:
     """As `lower_chain`, for any function that computes the product.
 
     Where XLA puts the operands of that is its own affair: its dot has no way to say HBM.
     """
 
-    def chain(count, lhs, rhs):
+    def chain(count, *operands):
         def step(_, carry):
             operands, _ = carry
             out = product(*operands)
@@ -89,7 +90,8 @@ def lower_products(
             # follow one another is the loop's own order.
             return lax.optimization_barrier((operands, out))
 
-        start = ((lhs, rhs), jnp.zeros(problem.out_shape, problem.out_dtype))
+        out = jnp.zeros(problem.out_shape, problem.out_dtype)
+        start = (operands, out if problem.epilogue is None else (out,) * problem.outputs)
         return lax.fori_loop(0, count, step, start)[1]
 
     # The count says nothing of devices, so that operands which are only described say it.

@@ -42,7 +42,8 @@ def estimate_vmem_bytes(problem: MatmulProblem, tile: TileConfig) -> int:
     blocks = (
         _padded_bytes(*lhs, problem.lhs_dtype)
         + _padded_bytes(*rhs, problem.rhs_dtype)
-        + _padded_bytes(m, n, problem.out_dtype)
+        + problem.outputs * _padded_bytes(m, n, problem.out_dtype)
+        + sum(_padded_bytes(1, n, columns.dtype) for columns in problem.columns)
     )
     steps = k < problem.k or any(problem.sum_leading)
     accumulator = _padded_bytes(m, n, problem.accumulator_dtype) if steps else 0

@@ -56,7 +56,8 @@ def test_the_gradient_of_a_vmapped_layer(with_input, layouts):
     flags = [(e.params["transpose_lhs"], e.params["transpose_rhs"]) for e in calls]
     assert sorted("NT"[lhs] + "NT"[rhs] for lhs, rhs in flags) == layouts.split()
     for call in calls:
-        assert {v.aval.shape for v in call.invars} <= {(BATCH, IN), (BATCH, OUT), (OUT, IN)}
+        shapes = {v.aval.shape for v in call.invars}
+        assert shapes <= {(BATCH, IN), (BATCH, OUT), (OUT, IN), (1, OUT)}
         assert call.params["sum_leading"] == ()
     shapes = _shapes(gradient, parameters, x)
     assert (BATCH, OUT, IN) not in shapes
@@ -84,8 +85,9 @@ def test_batch_axes_given_directly_cost_the_same_as_vmap():
     layer = _layer()
     direct = operator_calls(layer, jnp.ones((3, 8, IN)))
     mapped = operator_calls(jax.vmap(jax.vmap(layer)), jnp.ones((3, 8, IN)))
-    assert [[v.aval.shape for v in e.invars] for e in direct] == [[(24, IN), (OUT, IN)]]
-    assert [[v.aval.shape for v in e.invars] for e in mapped] == [[(24, IN), (OUT, IN)]]
+    operands = [(24, IN), (OUT, IN), (1, OUT)]
+    assert [[v.aval.shape for v in e.invars] for e in direct] == [operands]
+    assert [[v.aval.shape for v in e.invars] for e in mapped] == [operands]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,104 @@
+"""What a kernel does to a product before it rounds and stores it."""
+
+import dataclasses
+import functools
+import hashlib
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._elementwise import ElementwiseProgram
+
+
+IDENTITY = ElementwiseProgram((), 0)
+"""The function that changes nothing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """An array with one entry for each column of a product.
+
+    **Arguments:**
+
+    - `shape`: `(*leading, 1, n)`; each leading axis as in the product, or 1.
+    - `dtype`: of the entries.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Epilogue:
+    """`function(product * scale + bias)` for each of several functions, each result an output.
+
+    All of it happens to the accumulator: each output is rounded once.
+
+    **Arguments:**
+
+    - `scale`: the factors of the columns; `None` for none.
+    - `bias`: what is added to the columns; `None` for none.
+    - `functions`: one for each output, of single entries.
+    """
+
+    scale: Columns | None = None
+    bias: Columns | None = None
+    functions: tuple[ElementwiseProgram, ...] = (IDENTITY,)
+
+    @property
+    def columns(self) -> tuple[Columns, ...]:
+        """The arrays that the kernel reads beside the operands, in their order."""
+        return tuple(array for array in (self.scale, self.bias) if array is not None)
+
+    def of_columns(self, n: int) -> "Epilogue":
+        """The same for a product of another number of columns."""
+
+        def resized(columns: Columns | None) -> Columns | None:
+            if columns is None:
+                return None
+            return dataclasses.replace(columns, shape=(*columns.shape[:-1], n))
+
+        return dataclasses.replace(self, scale=resized(self.scale), bias=resized(self.bias))
+
+    @functools.cached_property
+    def label(self) -> str:
+        """A name for the keys of stored tiles: what it reads, and a digest of what it computes."""
+        read = [
+            f"{name}:{array.dtype.name}"
+            for name, array in (("scale", self.scale), ("bias", self.bias))
+            if array is not None
+        ]
+        computed = [
+            "identity"
+            if function == IDENTITY
+            else hashlib.sha256(repr(function).encode()).hexdigest()[:8]
+            for function in self.functions
+        ]
+        return " ".join([*read, *computed])
+
+    def apply(self, product: jax.Array, *columns: jax.Array) -> tuple[jax.Array, ...]:
+        """The outputs, not rounded yet.
+
+        **Arguments:**
+
+        - `product`: the accumulator; integers where they have a scale.
+        - `*columns`: scale and bias, as far as there are, of shapes that broadcast with it.
+        """
+        given = iter(columns)
+        if self.scale is not None:
+            if jnp.issubdtype(product.dtype, jnp.integer):
+                product = product.astype(jnp.float32)
+            product = product * _broadcast(next(given), product)
+        if self.bias is not None:
+            product = product + _broadcast(next(given), product)
+        return tuple(function(product) for function in self.functions)
+
+
+def _broadcast(columns: jax.Array, product: jax.Array) -> jax.Array:
+    return jnp.broadcast_to(columns.astype(product.dtype), product.shape)

@@ -1,0 +1,202 @@
+"""Activations as programs: which functions are, and that they compute the same."""
+
+import functools
+import math
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_ops.compiler import compile_for_tpu
+from pallas_ops.kernels import Activation
+from pallas_ops.kernels._elementwise import _OPERATIONS
+
+
+F32 = np.dtype(np.float32)
+gelu_erf = functools.partial(jax.nn.gelu, approximate=False)
+
+
+def inverse_tangent(x):
+    return jnp.arctan2(x, jnp.ones_like(x))
+
+
+ACTIVATIONS = {
+    "relu": jax.nn.relu,
+    "relu6": jax.nn.relu6,
+    "gelu": jax.nn.gelu,
+    "gelu, exact": gelu_erf,
+    "silu": jax.nn.silu,
+    "tanh": jnp.tanh,
+    "sigmoid": jax.nn.sigmoid,
+    "softplus": jax.nn.softplus,
+    "elu": jax.nn.elu,
+    "selu": jax.nn.selu,
+    "leaky_relu": jax.nn.leaky_relu,
+    "mish": jax.nn.mish,
+    "hard_silu": jax.nn.hard_silu,
+    "log_sigmoid": jax.nn.log_sigmoid,
+    "soft_sign": jax.nn.soft_sign,
+    "squareplus": jax.nn.squareplus,
+    "square": lambda x: x * x,
+    "cube": lambda x: x**3,
+    "sine": jnp.sin,
+    "erf": lax.erf,
+    "exp": jnp.exp,
+    "constant": lambda x: jnp.full_like(x, 3.0),
+    "rounded": lambda x: x.astype(jnp.bfloat16).astype(x.dtype),
+    "branches": lambda x: jnp.where((x > 0) & (x < 1), x, jnp.where(x < 0, -x, 0.5)),
+    "clipped": lambda x: jnp.clip(x, -1, 1),
+    "sign": lambda x: jnp.sign(x) * jnp.sqrt(jnp.abs(x) + 1),
+    "atan2": inverse_tangent,
+}
+POINTS = np.concatenate(
+    [np.linspace(-8, 8, 1001), [0.0, -0.0, 1e-6, -1e-6, np.inf, -np.inf, np.nan]]
+).astype(np.float32)
+
+
+@pytest.mark.parametrize("order", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_a_program_computes_the_function_and_its_derivatives(name, order):
+    activation = Activation.of(ACTIVATIONS[name], F32)
+    assert activation is not None
+    program = activation.program(order, F32)
+    assert program is not None
+    function = ACTIVATIONS[name]
+    for _ in range(order):
+        function = (lambda f: lambda x: jax.jvp(f, (x,), (jnp.ones_like(x),))[1])(function)
+    expected = function(jnp.asarray(POINTS))
+    found = program(jnp.asarray(POINTS))
+    assert found.dtype == expected.dtype
+    # Of the size of the values: a derivative that vanishes has no digits.
+    scale = max(1.0, float(np.nanmax(np.abs(np.where(np.isfinite(expected), expected, 0)))))
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6 * scale)
+    again = activation.derivative(order)(jnp.asarray(POINTS).reshape(-1, 4))
+    np.testing.assert_allclose(again.reshape(-1), expected, rtol=2e-5, atol=2e-6 * scale)
+
+
+def test_the_complementary_error_function_is_exact_in_its_tail():
+    x = np.linspace(-6, 9, 3001).astype(np.float32)
+    expected = np.array([math.erfc(value) for value in x])
+    found = np.asarray(_OPERATIONS["erfc"](jnp.asarray(x)), np.float64)
+    # The square of x, rounded, is an exponent: that alone costs 81 * 2^-24 at 9.
+    assert np.max(np.abs(found / expected - 1)) < 1e-5
+    assert np.max(np.abs(found - expected)) < 5e-7
+
+
+def test_exp_minus_one_is_exact_where_it_is_small():
+    x = np.concatenate([np.linspace(-10, 10, 2001), np.logspace(-30, 0, 200)]).astype(np.float32)
+    found = np.asarray(_OPERATIONS["expm1"](jnp.asarray(x)), np.float64)
+    np.testing.assert_allclose(found, np.expm1(x.astype(np.float64)), rtol=5e-7)
+
+
+SCALE = jnp.arange(5.0)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        jax.nn.softmax,
+        lambda x: x - x.mean(),
+        lambda x: x - jnp.max(x, axis=0, keepdims=True),
+        lambda x: x[::-1],
+        lambda x: jnp.cumsum(x, axis=0),
+        lambda x: jnp.sort(x, axis=-1),
+        lambda x: x.at[0].set(0.0),
+        lambda x: x * SCALE,
+        lambda x: x.T @ x,
+        lambda x: (x, x),
+        lambda x: x * x.shape[0],
+        lambda x: x * jax.random.normal(jax.random.key(0), x.shape),
+        lambda x: jax.pure_callback(np.sin, x, x),
+    ],
+    ids=range(13),
+)
+def test_what_looks_at_more_than_one_entry_is_none(function):
+    assert Activation.of(function, F32) is None
+
+
+def test_a_function_with_a_traced_parameter_is_none():
+    found = []
+
+    @jax.jit
+    def run(slope):
+        found.append(Activation.of(lambda x: jnp.where(x > 0, x, slope * x), F32))
+        return slope
+
+    run(0.1)
+    assert found == [None]
+    known = jnp.float32(0.1)
+    assert Activation.of(lambda x: jnp.where(x > 0, x, known * x), F32) is not None
+
+
+def test_equal_functions_are_equal_and_others_are_not():
+    def times(factor):
+        return Activation.of(lambda x: x * factor, F32)
+
+    assert times(2.0) == times(2.0)
+    assert hash(times(2.0)) == hash(times(2.0))
+    assert times(2.0) != times(3.0)
+    # Of two with the same values, a rule of its own is told by its derivative.
+    own_rule = jax.custom_jvp(lambda x: x * 2.0)
+    own_rule.defjvp(lambda primals, tangents: (own_rule(*primals), tangents[0] * 7.0))
+    custom = Activation.of(own_rule, F32)
+    assert custom != times(2.0)
+    np.testing.assert_array_equal(custom.program(1, F32)(jnp.ones(3)), [7.0, 7.0, 7.0])
+
+
+def test_what_a_function_closes_over_is_taken_as_it_was():
+    factor = 2.0
+    activation = Activation.of(lambda x: x * factor, F32)
+    factor = 5.0
+    np.testing.assert_array_equal(activation.derivative(0)(jnp.ones((2, 2))), np.full((2, 2), 2.0))
+
+
+def test_programs_can_be_sent_to_another_process():
+    for function in ACTIVATIONS.values():
+        programs = Activation.of(function, F32).programs
+        assert pickle.loads(pickle.dumps(programs)) == programs
+
+
+@pytest.mark.parametrize("device", ["v4", "v5e", "v6e"])
+def test_the_compiler_takes_every_operation(device):
+    """Every activation and its derivatives, in one kernel."""
+    activations = [Activation.of(function, F32) for function in ACTIVATIONS.values()]
+    programs = [a.program(order, F32) for a in activations for order in (0, 1, 2)]
+    used = {operation.name for program in programs for operation in program.operations}
+    # Those that are left are in no activation above, and are tried alone.
+    x = jnp.ones((8, 128), jnp.float32)
+    alone = {
+        "exp2": jnp.exp2, "erf_inv": lax.erf_inv, "floor": jnp.floor, "ceil": jnp.ceil,
+        "round": jnp.round, "tan": jnp.tan, "cos": jnp.cos, "rem": lambda x: lax.rem(x, x + 2),
+        "clamp": lambda x: lax.clamp(0.0, x, 1.0), "rsqrt": lax.rsqrt, "log": jnp.log,
+        "pow": lambda x: x**1.5, "is_finite": lambda x: jnp.where(jnp.isfinite(x), x, 0.0),
+        "not": lambda x: jnp.where(~(x > 0), x, 0.0),
+        "or": lambda x: jnp.where((x > 0) | (x < -1), x, 0.0),
+        "xor": lambda x: jnp.where((x > 0) ^ (x < 1), x, 0.0),
+        "erfc": lax.erfc, "stop_gradient": lax.stop_gradient, "log1p": jnp.log1p,
+        "ge": lambda x: jnp.where(x >= 0, x, 0.0), "le": lambda x: jnp.where(x <= 0, x, 0.0),
+        "eq": lambda x: jnp.where(x == 0, x, 1.0), "ne": lambda x: jnp.where(x != 0, x, 1.0),
+    }  # fmt: skip
+    for name, function in alone.items():
+        program = Activation.of(function, F32).programs[0]
+        assert name in {operation.name for operation in program.operations}
+        programs.append(program)
+        used |= {operation.name for operation in program.operations}
+    # What only some versions of JAX write.
+    versions = {"add_any", "copy", "copy_p", "polynomial", "one_minus_square"}
+    versions |= {"bitcast_convert_type", "and", "custom"}
+    assert set(_OPERATIONS) - used <= versions
+
+    def kernel(x_ref, out_ref):
+        for number, program in enumerate(programs):
+            out_ref[number] = program(x_ref[...])
+
+    out = jax.ShapeDtypeStruct((len(programs), *x.shape), jnp.float32)
+    vmem = pl.BlockSpec(memory_space=pltpu.VMEM)
+    call = pl.pallas_call(kernel, out_shape=out, in_specs=[vmem], out_specs=vmem)
+    assert "tpu_custom_call" in compile_for_tpu(call, x, device=device).as_text()
