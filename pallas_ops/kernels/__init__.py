@@ -1,5 +1,9 @@
 from ._elementwise import Activation as Activation, ElementwiseProgram as ElementwiseProgram
-from ._epilogue import Columns as Columns, Epilogue as Epilogue
+from ._epilogue import (
+    Columns as Columns,
+    Epilogue as Epilogue,
+    scale_and_shift as scale_and_shift,
+)
 from ._pallas import (
     is_matrix_vector as is_matrix_vector,
     kernel_name as kernel_name,

@@ -26,16 +26,16 @@ def _expm1(x: jax.Array) -> jax.Array:
 # 1.2e-7 everywhere. One formula for all sizes, where XLA's has three, costs half as much in a
 # kernel, which computes all that it chooses from.
 _ERFC = (
-    0.17087277,
-    -0.82215223,
-    1.48851587,
-    -1.13520398,
-    0.27886807,
-    -0.18628806,
-    0.09678418,
-    0.37409196,
-    1.00002368,
     -1.26551223,
+    1.00002368,
+    0.37409196,
+    0.09678418,
+    -0.18628806,
+    0.27886807,
+    -1.13520398,
+    1.48851587,
+    -0.82215223,
+    0.17087277,
 )
 
 
@@ -49,9 +49,9 @@ def _erfc(x: jax.Array) -> jax.Array:
 
 
 def _polynomial(x: jax.Array, *coefficients: Any) -> jax.Array:
-    """By Horner's rule, the highest power first."""
-    value, *others = coefficients
-    for coefficient in others:
+    """By Horner's rule; the coefficients begin with that of the lowest power."""
+    value = coefficients[-1]
+    for coefficient in reversed(coefficients[:-1]):
         value = value * x + coefficient
     return value
 

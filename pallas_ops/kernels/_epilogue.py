@@ -91,13 +91,21 @@ class Epilogue:
         - `*columns`: scale and bias, as far as there are, of shapes that broadcast with it.
         """
         given = iter(columns)
-        if self.scale is not None:
-            if jnp.issubdtype(product.dtype, jnp.integer):
-                product = product.astype(jnp.float32)
-            product = product * _broadcast(next(given), product)
-        if self.bias is not None:
-            product = product + _broadcast(next(given), product)
-        return tuple(function(product) for function in self.functions)
+        scale = None if self.scale is None else next(given)
+        bias = None if self.bias is None else next(given)
+        value = scale_and_shift(product, scale, bias)
+        return tuple(function(value) for function in self.functions)
+
+
+def scale_and_shift(
+    product: jax.Array, scale: jax.Array | None, bias: jax.Array | None
+) -> jax.Array:
+    """`product * scale + bias`, as far as there are; integers that have a scale become float32."""
+    if scale is not None:
+        if jnp.issubdtype(product.dtype, jnp.integer):
+            product = product.astype(jnp.float32)
+        product = product * _broadcast(scale, product)
+    return product if bias is None else product + _broadcast(bias, product)
 
 
 def _broadcast(columns: jax.Array, product: jax.Array) -> jax.Array:

@@ -14,11 +14,11 @@ from jax.interpreters import ad, batching, mlir
 
 from ..kernels import (
     columns_by_name,
-    Epilogue,
     fused_problem_of,
     MatmulProblem,
     problem_of,
     promoted_dtype,
+    scale_and_shift,
 )
 from ._fold import fold
 from ._lowering import lower_product
@@ -124,9 +124,8 @@ def _afterwards(operands: Any, params: dict[str, Any]) -> list[jax.Array]:
     dtype = _accumulator_dtype(operands, params)
     product = _alone(lhs, rhs, dtype, params)
     shape = jnp.broadcast_shapes(product.shape, *(array.shape for array in columns))
-    # With arrays where a kernel has their descriptions: it looks only whether they are there.
-    linear = Epilogue(**columns_by_name(columns, **_of(params, ("scaled", "biased"))))
-    (value,) = linear.apply(jnp.broadcast_to(product, shape), *columns)
+    named = columns_by_name(columns, **_of(params, ("scaled", "biased")))
+    value = scale_and_shift(jnp.broadcast_to(product, shape), **named)
     activation = params["activation"]
     if activation is None:
         return [value.astype(params["out_dtype"])]

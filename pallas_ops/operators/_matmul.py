@@ -47,7 +47,9 @@ def matmul(
         are broadcast as in `jax.numpy.matmul`.
     - `transpose_lhs`, `transpose_rhs`: whether an operand is stored transposed.
     - `bias`: shape `(n,)`, added to every row; `None` for none.
-    - `activation`: a function of one array, applied last; `None` for none.
+    - `activation`: a function of one array, applied last; `None` for none. If each entry of its
+        result depends on the same entry alone (`jax.nn.gelu`, and not `jax.nn.softmax`), the kernel
+        applies it, and bias and activation come before the rounding.
     - `preferred_element_type`: the dtype of the product. `None` is what `jax.numpy.matmul` gives,
         which for two int8 operands is int8: ask for `jax.numpy.int32` to keep the sums.
     - `precision`: as in `jax.lax.dot_general`, for float32; `None` is

@@ -5,7 +5,7 @@ import os
 
 from ._agree import agreed
 from ._key import problem_key, versions
-from ._legal import may_not_fit, nearest_legal, why_no_limit, why_too_large
+from ._legal import largest_sure_to_fit, nearest_legal, why_no_limit, why_too_large
 from ._memory import recall, remember
 from ._problem import TileProblem
 from ._resolver import check_fallback, Resolution, TileResolver
@@ -128,16 +128,14 @@ class CachedResolver:
         return None
 
 
-def _with_epilogue(problem: TileProblem, bare: Resolution) -> Resolution | None:
-    """The tile of the product alone, for the product with its epilogue; `None` if it may not fit.
+def _with_epilogue(problem: TileProblem, bare: Resolution) -> Resolution:
+    """The tile of the product alone, for the product with its epilogue.
 
-    The further results of an epilogue have blocks of their own.
+    The further results of an epilogue have blocks of their own, for which there must be room.
     """
-    if may_not_fit(problem, bare.tile):
-        return None
-    return dataclasses.replace(
-        bare, vmem_limit_bytes=None, reason=f"{bare.reason} (without its epilogue)"
-    )
+    tile = largest_sure_to_fit(problem, bare.tile)
+    reason = f"{bare.reason} (without its epilogue)"
+    return dataclasses.replace(bare, tile=tile, vmem_limit_bytes=None, reason=reason)
 
 
 DEFAULT_RESOLVER = CachedResolver(quiet=True)

@@ -68,8 +68,11 @@ def _where(problem: TileProblem) -> str:
     return f"a TPU {problem.device}" if problem.device else "any TPU"
 
 
-def _largest_that_fits(problem: TileProblem, tile: TileConfig) -> TileConfig:
+def largest_sure_to_fit(problem: TileProblem, tile: TileConfig) -> TileConfig:
+    """The blocks, shrunk as far as the compiler might refuse them for their size unasked."""
     budget = _most_vmem_bytes(problem.device) - COMPILER_MARGIN_BYTES
+    if estimate_vmem_bytes(problem.matmul, tile) <= budget:
+        return tile
     return shrink_to_fit(problem.matmul, tile.blocks, budget)
 
 
@@ -81,7 +84,7 @@ def why_too_large(problem: TileProblem, tile: TileConfig) -> str | None:
     )
     if needed <= capacity:
         return None
-    largest = _largest_that_fits(problem, tile)
+    largest = largest_sure_to_fit(problem, tile)
     return (
         f"the blocks need {needed / _MIB:.1f} MiB of VMEM by estimate, and {_where(problem)} has "
         f"at most {capacity / _MIB:g} MiB. The largest of this form that fits is {largest}"
@@ -93,13 +96,7 @@ def nearest_that_fits(problem: TileProblem, tile: TileConfig) -> TileConfig:
     nearest = nearest_legal(problem.matmul, tile)
     if why_too_large(problem, nearest) is None:
         return nearest
-    return _largest_that_fits(problem, nearest)
-
-
-def may_not_fit(problem: TileProblem, tile: TileConfig) -> bool:
-    """Whether the compiler, which was not asked, may refuse the blocks for their size."""
-    needed = estimate_vmem_bytes(problem.matmul, tile) + COMPILER_MARGIN_BYTES
-    return needed > _most_vmem_bytes(problem.device)
+    return largest_sure_to_fit(problem, nearest)
 
 
 def vmem_limit_bytes(problem: TileProblem, tile: TileConfig) -> int | None:

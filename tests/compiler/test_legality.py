@@ -5,6 +5,7 @@ takes as a whole or not at all; its error names the kernel.
 """
 
 import dataclasses
+import functools
 import itertools
 import subprocess
 import sys
@@ -174,6 +175,58 @@ def test_every_role_of_a_leading_axis(dtypes):
     calls = compile_for_tpu(program, pairs).as_text().count('target="tpu_custom_call"')
     # A product of ones from a plain sum is not needed: two gradients for each product.
     assert calls == (len(pairs) if dtypes[0] == "int8" else 2 * len(pairs))
+
+
+EPILOGUES = [
+    (jax.nn.gelu, "bfloat16"),
+    (functools.partial(jax.nn.gelu, approximate=False), "float32"),
+    (None, "float32"),
+]
+
+
+@pytest.mark.parametrize("dtypes", ["f32", "bf16", "bf16 to f32", "bf16 x f32", "f32 x bf16"])
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_every_layout_and_edge_with_an_epilogue(generation, dtypes):
+    """Values and derivatives of activations, in one step of k and in several, with leading axes."""
+    lhs_dtype, rhs_dtype, out_dtype = DTYPES[dtypes]
+    sizes = [
+        ((300, 300, 300), (128, 128, 128), ()),
+        ((7, 300, 9), (7, 300, 9), ()),
+        ((1, 200, 1), (1, 128, 1), ()),
+        ((40, 140, 300), (40, 128, 128), (3,)),
+    ]
+    cases = [
+        (*_operands(mkn, (lhs_dtype, rhs_dtype), layout, leading, leading),
+         _array((*leading, mkn[2]), bias_dtype), layout, blocks, activation)
+        for number, layout in enumerate(LAYOUTS)
+        for mkn, blocks, leading in sizes
+        for activation, bias_dtype in (EPILOGUES[number % len(EPILOGUES)],)
+    ]  # fmt: skip
+
+    def program(operands):
+        outs = []
+        for (lhs, rhs, bias), (*_, layout, blocks, activation) in zip(operands, cases, strict=True):
+            call = functools.partial(
+                po.matmul,
+                transpose_lhs=layout[0],
+                transpose_rhs=layout[1],
+                preferred_element_type=out_dtype,
+                activation=activation,
+                implementation="mosaic",
+                tiles=po.TileConfig(*blocks),
+            )
+
+            def fused(lhs, rhs, bias, call=call):
+                return call(lhs, rhs, bias=bias)
+
+            run = fused if lhs.ndim == 2 else jax.vmap(fused)
+            # With its residuals: the kernel returns the activation's derivative too.
+            outs.append(jax.vjp(run, lhs, rhs, bias))
+        return outs
+
+    with jax.numpy_dtype_promotion("standard"):  # biases are of other dtypes
+        compiled = compile_for_tpu(program, [case[:3] for case in cases], device=generation)
+    assert compiled.as_text().count('custom_call_target="tpu_custom_call"') == len(cases)
 
 
 def _training_step(implementation=None, dtype=jnp.float32):

@@ -1,5 +1,7 @@
 """`collect`: the problems of a program, each once, from its trace alone."""
 
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -202,3 +204,26 @@ def test_nothing_is_run_resolved_or_left_behind(store):
 def test_an_error_of_the_function_is_the_functions():
     with pytest.raises(ValueError, match="contracting size k differs"):
         collect(lambda x: po.matmul(x, x), X)
+
+
+def test_an_epilogue_is_part_of_the_problem():
+    def loss(x, w, b):
+        return po.matmul(x, w, transpose_rhs=True, bias=b, activation=jax.nn.gelu).sum()
+
+    x, w, b = jnp.ones((16, 128)), jnp.ones((256, 128)), jnp.ones(256)
+    (alone,) = collect(loss, x, w, b, device="v5e")
+    fused, *gradients = collect(jax.grad(loss, (0, 1, 2)), x, w, b, device="v5e")
+    assert alone.epilogue.startswith("bias:float32 ")
+    assert fused.epilogue.startswith(alone.epilogue + " ")  # one more output
+    assert (alone.matmul.outputs, fused.matmul.outputs) == (1, 2)
+    assert [problem.epilogue for problem in gradients] == ["", ""]
+
+    # Another function of the same name is another epilogue, the same one written again is not.
+    def only(activation):
+        call = functools.partial(po.matmul, transpose_rhs=True, activation=activation)
+        (problem,) = collect(lambda x, w, b: call(x, w, bias=b), x, w, b, device="v5e")
+        return problem
+
+    other, same = only(jnp.tanh), only(lambda z: jax.nn.gelu(z))
+    assert other.epilogue != alone.epilogue
+    assert same == alone

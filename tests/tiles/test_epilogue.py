@@ -1,0 +1,91 @@
+"""Tiles of products with an epilogue: their own where there is one, else the product's."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import pallas_ops as po
+from pallas_ops.kernels import Activation, Columns, Epilogue
+from pallas_ops.tiles import (
+    as_tile_choice,
+    candidates,
+    estimate_vmem_bytes,
+    forget,
+    problem_key,
+    resolve_tile,
+)
+from pallas_ops.tiles._sweep import sweep
+
+from .tools import matmul_problem
+
+
+def _problem(outputs=1, m=512, k=4096, n=4096, device="v5e", implementation="mosaic"):
+    bare = matmul_problem(m, k, n, "bfloat16", "bfloat16", "bfloat16", "NT")
+    activation = Activation.of(jax.nn.silu, jnp.dtype(jnp.float32))
+    epilogue = Epilogue(
+        bias=Columns((1, n), jnp.dtype(jnp.bfloat16)), functions=activation.programs[:outputs]
+    )
+    matmul = dataclasses.replace(bare, epilogue=epilogue)
+    return po.TileProblem(matmul, device=device, implementation=implementation)
+
+
+def test_its_outputs_count():
+    one, two = _problem(1), _problem(2)
+    tile = po.TileConfig(512, 1024, 512)
+    block = 512 * 512 * 2
+    assert (
+        estimate_vmem_bytes(two.matmul, tile) - estimate_vmem_bytes(one.matmul, tile) == 2 * block
+    )
+    assert two.matmul.bytes_accessed - one.matmul.bytes_accessed == 512 * 4096 * 2
+    bare = one.bare.matmul.bytes_accessed
+    assert one.matmul.bytes_accessed - bare == 4096 * 2
+
+
+def test_keys_tell_epilogues_apart():
+    keys = [problem_key(problem)["epilogue"] for problem in (_problem(1), _problem(2))]
+    assert len({*keys, ""}) == 3
+
+
+def test_the_products_own_tile_serves_until_there_is_another(store):
+    problem = _problem(2)
+    bare = po.CachedResolver().resolve(problem.bare)
+    assert bare.source == "table"
+    found = po.CachedResolver().resolve(problem)
+    assert (found.tile, found.source) == (bare.tile, "table")
+    assert "without its epilogue" in found.reason
+    # With room for the second output.
+    limits = [
+        resolve_tile(asked, as_tile_choice(po.CachedResolver())).vmem_limit_bytes
+        for asked in (problem, problem.bare)
+    ]
+    assert limits[0] is None or limits[0] >= estimate_vmem_bytes(problem.matmul, found.tile)
+    assert limits[0] is not None or limits[1] is None
+
+
+def test_a_tile_that_may_not_fit_with_the_outputs_is_shrunk(store):
+    """A v4 has no more VMEM to give than the compiler's default."""
+    for m in (512, 2048, 8192):
+        problem = _problem(2, m=m, device="v4")
+        found = po.CachedResolver().resolve(problem)
+        assert found.source == "table"
+        assert estimate_vmem_bytes(problem.matmul, found.tile) <= 12 * 2**20
+
+
+def test_it_can_be_tuned(store):
+    problem = _problem(2, m=16, k=256, n=128, implementation="interpret")
+    result = sweep(problem, candidates(problem, most=3), budget_seconds=60.0)
+    assert result.seconds
+    assert not result.failures
+
+
+@pytest.mark.slow
+def test_the_compiler_chooses_for_it(store):
+    problem = _problem(2, m=128, k=512, n=512)
+    resolution = po.CompilerResolver("v5e", most_candidates=2).resolve(problem)
+    assert resolution.source == "compiler"
+    forget()
+    assert po.CachedResolver().resolve(problem) == dataclasses.replace(
+        resolution, source="store", reason=f"found by compiler: {resolution.reason}"
+    )
