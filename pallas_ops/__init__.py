@@ -1,6 +1,7 @@
 from .kernels import MatmulProblem as MatmulProblem
 from .nn import (
     PallasLinear as PallasLinear,
+    QuantizedPallasLinear as QuantizedPallasLinear,
     restore_linear as restore_linear,
     swap_linear as swap_linear,
 )
@@ -11,6 +12,8 @@ from .operators import (
     matmul as matmul,
     Operator as Operator,
     options as options,
+    quantize_int8 as quantize_int8,
+    quantized_matmul as quantized_matmul,
     register_operator as register_operator,
     UnsupportedCallError as UnsupportedCallError,
 )

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from ..kernels import KERNEL_VERSION, MatmulProblem
+from ..kernels import Epilogue, KERNEL_VERSION, MatmulProblem
 from ..operators import get_operator, list_operators
 from ..tiles import (
     Entry,
@@ -91,6 +91,7 @@ def problem_of_key(key: Mapping[str, Any]) -> TileProblem:
                 transpose_rhs=transpose_rhs,
                 sum_leading=tuple(axis[2] for axis in batch),
                 precision=lax.Precision[key["precision"]],
+                epilogue=Epilogue.of_label(key["epilogue"], len(batch), n),
             ),
             device=device,
             implementation=key["implementation"],

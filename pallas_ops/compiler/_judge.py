@@ -4,8 +4,6 @@ import dataclasses
 import math
 from collections.abc import Callable, Hashable, Sequence
 
-import jax.numpy as jnp
-
 from ..kernels import MatmulProblem, mxu_passes
 from ._chip import Chip, chip
 from ._jobs import CompileJob, Verdict
@@ -39,8 +37,7 @@ class Judgement:
 
 def peak_operations_per_second(problem: MatmulProblem, chip: Chip) -> float:
     """What one TensorCore's MXUs do at most for these dtypes and this precision."""
-    narrow = problem.lhs_dtype == jnp.int8 and problem.rhs_dtype == jnp.int8
-    native = narrow and chip.multiplies_int8
+    native = problem.multiplies_int8 and chip.multiplies_int8
     rate = chip.rates[32] if native else chip.rates[16] / mxu_passes(problem)
     return 2 * chip.num_mxus * chip.mxu_size**2 * rate * chip.clock_hertz
 

@@ -9,6 +9,7 @@ from ._pallas import (
     kernel_name as kernel_name,
     kernel_precision as kernel_precision,
     KERNEL_VERSION as KERNEL_VERSION,
+    multiplied_dtype as multiplied_dtype,
     mxu_passes as mxu_passes,
     pallas_matmul as pallas_matmul,
     step_size as step_size,

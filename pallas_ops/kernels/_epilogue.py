@@ -56,6 +56,31 @@ class Epilogue:
         """The arrays that the kernel reads beside the operands, in their order."""
         return tuple(array for array in (self.scale, self.bias) if array is not None)
 
+    @staticmethod
+    def of_label(label: str, leading_axes: int, n: int) -> "Epilogue | None":
+        """One that reads and returns as much as the one of this label; what it computes is lost.
+
+        **Arguments:**
+
+        - `label`: as of `Epilogue.label`; `""` is no epilogue.
+        - `leading_axes`: how many there are before the rows and columns of the product.
+        - `n`: columns of the product.
+
+        **Raises:**
+
+        `TypeError` for a dtype that is none.
+        """
+        if not label:
+            return None
+        named = dict(word.split(":", 1) for word in label.split() if ":" in word)
+        columns = {
+            name: Columns((*(1,) * leading_axes, 1, n), np.dtype(jnp.dtype(named[name])))
+            for name in ("scale", "bias")
+            if name in named
+        }
+        outputs = sum(":" not in word for word in label.split())
+        return Epilogue(**columns, functions=(IDENTITY,) * max(outputs, 1))
+
     def of_columns(self, n: int) -> "Epilogue":
         """The same for a product of another number of columns."""
 

@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ._problem import MatmulProblem
+from ._problem import MatmulProblem, promoted_dtype
 
 
 KERNEL_VERSION = 2
@@ -71,6 +71,17 @@ def is_matrix_vector(problem: MatmulProblem) -> bool:
     return problem.layout == "NT" and problem.n == 1 and narrow
 
 
+def multiplied_dtype(problem: MatmulProblem) -> np.dtype:
+    """What the blocks become in VMEM before they are multiplied: the dtype that holds both.
+
+    So int8 beside bfloat16 is multiplied in one pass, and is exact.
+    """
+    dtype = promoted_dtype(problem.lhs_dtype, problem.rhs_dtype)
+    if is_matrix_vector(problem):
+        return np.dtype(np.int32 if dtype == np.int8 else np.float32)
+    return dtype
+
+
 def kernel_name(problem: MatmulProblem) -> str:
     """What the kernel is called in a program, in profiles and in the compiler's dumps."""
     return f"pallas_ops_matmul_{problem.layout.lower()}"
@@ -95,11 +106,10 @@ def _block_product(lhs, rhs, problem: MatmulProblem, k_left: jax.Array | None) -
     lhs_k, rhs_k = (0 if problem.transpose_lhs else 1), (1 if problem.transpose_rhs else 0)
     if k_left is not None:
         lhs, rhs = _masked(lhs, lhs_k, k_left), _masked(rhs, rhs_k, k_left)
-    if is_matrix_vector(problem) and lhs.dtype == jnp.int8:
-        products = lhs.astype(jnp.int32) * rhs.astype(jnp.int32)
-        return jnp.sum(products, axis=1, keepdims=True)
-    if is_matrix_vector(problem) or problem.lhs_dtype != problem.rhs_dtype:
-        lhs, rhs = lhs.astype(jnp.float32), rhs.astype(jnp.float32)
+    dtype = multiplied_dtype(problem)
+    lhs, rhs = lhs.astype(dtype), rhs.astype(dtype)
+    if is_matrix_vector(problem) and dtype == np.int32:
+        return jnp.sum(lhs * rhs, axis=1, keepdims=True)
     return lax.dot_general(
         lhs,
         rhs,

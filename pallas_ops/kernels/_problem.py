@@ -1,6 +1,7 @@
 """What a kernel is asked to compute: shapes, dtypes and layout, and nothing about how."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -14,17 +15,11 @@ from ._elementwise import Activation
 from ._epilogue import Columns, Epilogue, IDENTITY
 
 
-_KERNEL_OPERANDS = frozenset(
-    {
-        ("float32", "float32"),
-        ("bfloat16", "bfloat16"),
-        ("float32", "bfloat16"),
-        ("bfloat16", "float32"),
-        ("int8", "int8"),
-    }
-)
+# In any mixture: blocks become one dtype in VMEM.
+_KERNEL_OPERANDS = frozenset({"float32", "bfloat16", "int8"})
 
 
+@functools.cache
 def promoted_dtype(one: np.dtype, other: np.dtype) -> np.dtype:
     """The dtype that holds both, whatever promotion the user allows in their own code."""
     with jax.numpy_dtype_promotion("standard"):
@@ -136,6 +131,11 @@ class MatmulProblem:
         return self.epilogue is not None and self.epilogue.scale is not None
 
     @property
+    def multiplies_int8(self) -> bool:
+        """Whether both operands are int8, so that the products are of integers."""
+        return self.lhs_dtype == self.rhs_dtype == np.int8
+
+    @property
     def outputs(self) -> int:
         """How many results there are, all of `out_shape` and `out_dtype`."""
         return 1 if self.epilogue is None else len(self.epilogue.functions)
@@ -185,12 +185,12 @@ class MatmulProblem:
         pair = (self.lhs_dtype.name, self.rhs_dtype.name)
         if not all(isinstance(size, int) for size in (*self.lhs_shape, *self.rhs_shape)):
             return f"the kernel's blocks need sizes that are numbers: {self.describe()}"
-        if pair not in _KERNEL_OPERANDS:
+        if not _KERNEL_OPERANDS.issuperset(pair):
             return (
-                f"the kernel multiplies float32, bfloat16, mixtures of the two, and int8 with "
-                f"int8, and was given {pair[0]} with {pair[1]}"
+                f"the kernel multiplies float32, bfloat16, int8 and mixtures of these, and was "
+                f"given {pair[0]} with {pair[1]}"
             )
-        exact = pair == ("int8", "int8") and not self.is_scaled
+        exact = self.multiplies_int8 and not self.is_scaled
         allowed = ("int8", "int32") if exact else ("float32", "bfloat16")
         if self.out_dtype.name not in allowed:
             return (

@@ -1,5 +1,6 @@
 """`PallasLinear`: `eqx.nn.Linear` by way of the operator."""
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import equinox as eqx
@@ -49,7 +50,7 @@ class PallasLinear(eqx.nn.Linear):
         `ValueError` for an unknown implementation, `TypeError` for tiles that are none.
         """
         super().__init__(in_features, out_features, use_bias, dtype, key=key)
-        self.tiles, self.implementation = _checked(tiles, implementation)
+        self.tiles, self.implementation = checked(tiles, implementation)
 
     @classmethod
     def from_linear(
@@ -74,7 +75,7 @@ class PallasLinear(eqx.nn.Linear):
                 f"PallasLinear.from_linear takes an equinox.nn.Linear, got a "
                 f"{type(layer).__name__}."
             )
-        tiles, implementation = _checked(tiles, implementation)
+        tiles, implementation = checked(tiles, implementation)
         return _rebuild(cls, layer, tiles=tiles, implementation=implementation)
 
     def to_linear(self) -> eqx.nn.Linear:
@@ -100,40 +101,54 @@ class PallasLinear(eqx.nn.Linear):
 
         `ValueError` where the last axis of `x` is not `in_features`.
         """
-        is_array = hasattr(x, "shape") and hasattr(x, "dtype")
-        if not is_array and not isinstance(x, int | float | complex):
-            raise TypeError(f"{self._name()}: the input must be an array, got {x!r}.")
-        if self.weight.ndim != 2:
-            raise ValueError(
-                f"{self._name()}: the weight must have shape (out_features, in_features), got "
-                f"{self.weight.dtype}{list(self.weight.shape)}. Layers that are stacked into an "
-                f"ensemble are called under equinox.filter_vmap."
-            )
-        x = jnp.asarray(x)
-        if self.in_features == "scalar":
-            x = x.reshape(*x.shape, 1)
-        elif x.ndim == 0 or x.shape[-1] != self.in_features:
-            raise ValueError(
-                f"{self._name()}: expected an input of shape (..., {self.in_features}), with any "
-                f"leading batch axes; got {x.dtype}{list(x.shape)}."
-            )
-        rows = x.reshape(1, *x.shape) if x.ndim == 1 else x
-        out = matmul(
-            rows,
-            self.weight,
-            transpose_rhs=True,
-            bias=self.bias,
-            tiles=self.tiles,
-            implementation=self.implementation,
+        return applied_to(self, x, matmul, self.weight)
+
+
+def applied_to(layer: Any, x: Any, product: Callable[..., Array], *weight: Array) -> Array:
+    """What a layer with the fields of `eqx.nn.Linear` returns for an input, which is checked.
+
+    **Arguments:**
+
+    - `layer`: the layer.
+    - `x`: its input.
+    - `product`: `matmul`, or a function with its keywords: of the input and `weight`.
+    - `weight`: what stands for the weight in the product; the first is `(out, in)`.
+    """
+    name = (
+        f"{type(layer).__name__}(in_features={layer.in_features}, "
+        f"out_features={layer.out_features})"
+    )
+    is_array = hasattr(x, "shape") and hasattr(x, "dtype")
+    if not is_array and not isinstance(x, int | float | complex):
+        raise TypeError(f"{name}: the input must be an array, got {x!r}.")
+    if layer.weight.ndim != 2:
+        raise ValueError(
+            f"{name}: the weight must have shape (out_features, in_features), got "
+            f"{layer.weight.dtype}{list(layer.weight.shape)}. Layers that are stacked into an "
+            f"ensemble are called under equinox.filter_vmap."
         )
-        features = () if self.out_features == "scalar" else out.shape[-1:]
-        return out.reshape(*x.shape[:-1], *features)
+    x = jnp.asarray(x)
+    if layer.in_features == "scalar":
+        x = x.reshape(*x.shape, 1)
+    elif x.ndim == 0 or x.shape[-1] != layer.in_features:
+        raise ValueError(
+            f"{name}: expected an input of shape (..., {layer.in_features}), with any leading "
+            f"batch axes; got {x.dtype}{list(x.shape)}."
+        )
+    rows = x.reshape(1, *x.shape) if x.ndim == 1 else x
+    out = product(
+        rows,
+        *weight,
+        transpose_rhs=True,
+        bias=layer.bias,
+        tiles=layer.tiles,
+        implementation=layer.implementation,
+    )
+    features = () if layer.out_features == "scalar" else out.shape[-1:]
+    return out.reshape(*x.shape[:-1], *features)
 
-    def _name(self) -> str:
-        return f"PallasLinear(in_features={self.in_features}, out_features={self.out_features})"
 
-
-def _checked(tiles: Any, implementation: Any) -> tuple[TileChoice | None, str | None]:
+def checked(tiles: Any, implementation: Any) -> tuple[TileChoice | None, str | None]:
     if implementation is not None:
         get_operator("matmul").check_implementation(implementation)
     return as_tile_choice(tiles), implementation

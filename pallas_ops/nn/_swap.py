@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 
 from ..tiles import Tiles
-from ._linear import _checked, PallasLinear
+from ._linear import checked, PallasLinear
 
 
 Model = TypeVar("Model")
@@ -64,7 +64,7 @@ def swap_linear(
 
     `ValueError` or `TypeError` for an unknown implementation or tiles that are none.
     """
-    _checked(tiles, implementation)
+    checked(tiles, implementation)
 
     def convert(layer):
         return PallasLinear.from_linear(layer, tiles=tiles, implementation=implementation)

@@ -112,7 +112,10 @@ def _abstract_eval(*operands, **params):
 
 def _alone(lhs: jax.Array, rhs: jax.Array, dtype: Any, params: dict[str, Any]) -> jax.Array:
     """The product without its epilogue, in `dtype`."""
-    return bind_like(params)(lhs, rhs, **_of(params, (*_LAYOUT, "tiles")), out_dtype=dtype)
+    product = functools.partial(bind_like(params), lhs, rhs, **_of(params, (*_LAYOUT, "tiles")))
+    if jnp.issubdtype(promoted_dtype(lhs.dtype, rhs.dtype), jnp.integer):
+        return product(out_dtype=np.dtype(np.int32)).astype(dtype)  # the kernel's exact sums
+    return product(out_dtype=dtype)
 
 
 def _afterwards(operands: Any, params: dict[str, Any]) -> list[jax.Array]:
@@ -176,10 +179,11 @@ def _linear_tangent(primals: Any, tangents: Any, params: dict[str, Any]) -> jax.
     terms = []
     for product in products:
         product = product.astype(params["out_dtype"])
-        terms.append(product if scale is None else product * _as_rows(scale, product))
+        terms.append(product if scale is None else _scaled(product, scale))
     if tangent_of["scale"] is not None:
-        product = _alone(lhs, rhs, params["out_dtype"], params)
-        terms.append(product * _as_rows(tangent_of["scale"], product))
+        # Without its scale it may be too large for a narrow dtype.
+        product = _alone(lhs, rhs, _accumulator_dtype(primals, params), params)
+        terms.append(_scaled(product, tangent_of["scale"]).astype(params["out_dtype"]))
     if tangent_of["bias"] is not None:
         out = jax.ShapeDtypeStruct(_problem(primals, params).out_shape, params["out_dtype"])
         terms.append(_as_rows(tangent_of["bias"], out))
@@ -193,6 +197,13 @@ def _as_rows(columns: jax.Array, like: Any) -> jax.Array:
     """
     wide = promoted_dtype(like.dtype, np.dtype(np.float32))
     return jnp.broadcast_to(columns.astype(wide), like.shape).astype(like.dtype)
+
+
+def _scaled(product: jax.Array, scale: jax.Array) -> jax.Array:
+    """The columns of a product times their factors, rounded once."""
+    wide = promoted_dtype(product.dtype, np.dtype(np.float32))
+    rows = jnp.broadcast_to(scale.astype(wide), product.shape)
+    return (product.astype(wide) * rows).astype(product.dtype)
 
 
 ad.primitive_jvps[fused_matmul_p] = _jvp

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._hardware import find_generation
+from .._hardware import find_generation, GENERATIONS
 from ..kernels import Epilogue, MatmulProblem, problem_of, run_kernel, xla_matmul
 from ..tiles import as_tile_choice, Resolution, resolve_tile, TileProblem, Tiles
 from ._derivatives import lhs_cotangent, rhs_cotangent
@@ -85,12 +85,20 @@ def _xla(*operands: jax.Array, **call: Any) -> Any:
 def _kernel_supports(*operands: Any, **call: Any) -> str | None:
     problem = _problem(*operands, **call)
     reason = problem.why_not_in_kernel()
-    if reason is not None or problem.lhs_dtype != jnp.int8:
+    if reason is not None or not problem.multiplies_int8:
         return reason
     generation = find_generation(call.get("device"))
     if generation is None or generation.info.generation >= _FIRST_GENERATION_WITH_INT8:
         return None
-    return f"the MXU of a TPU {generation.name} has no int8 products"
+    others = [
+        other.name
+        for other in GENERATIONS.values()
+        if other.info.generation >= _FIRST_GENERATION_WITH_INT8
+    ]
+    return (
+        f"the MXU of a TPU {generation.name} has no int8 products; {', '.join(others)} have. With "
+        f"an lhs of bfloat16 or float32, int8 weights run on every TPU"
+    )
 
 
 def _kernel_implementation(name: str, platforms: tuple[str, ...] | None = None) -> Implementation:

@@ -1,6 +1,5 @@
 """`matmul`: the function that people call, and its entry in the registry."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,14 +9,12 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Num, Shaped
 
-from ..kernels import Activation, MatmulProblem, promoted_dtype
-from ..tiles import as_tile_choice, environment_resolver, Tiles
-from ._fused import bind_fused
+from ..kernels import promoted_dtype
+from ..tiles import Tiles
+from ._arguments import as_array, as_bias, as_dtype, check_activation, check_shapes
 from ._implementations import DERIVATIVES, IMPLEMENTATIONS
-from ._options import ambient_options, CallOptions
-from ._precision import resolve_precision
-from ._primitive import bind_matmul, with_leading_ones
-from ._registry import get_operator, Operator, register_operator
+from ._multiply import multiply
+from ._registry import Operator, register_operator
 
 
 def matmul(
@@ -74,167 +71,23 @@ def matmul(
     `jax.numpy_dtype_promotion("strict")` refuses; [`pallas_ops.UnsupportedCallError`][] where the
     implementation that was named has no such dtypes.
     """
-    lhs, rhs = _as_array("lhs", lhs), _as_array("rhs", rhs)
-    _check_shapes(lhs, rhs, transpose_lhs, transpose_rhs)
-    n = rhs.shape[-2 if transpose_rhs else -1]
-    if bias is not None:
-        bias = _as_array("bias", bias)
-        if bias.shape != (n,):
-            raise ValueError(
-                f"matmul: `bias` must have shape ({n},), one entry for each column of the result; "
-                f"got {_describe(bias)}. {_given(lhs, rhs, transpose_lhs, transpose_rhs)}"
-            )
-    if activation is not None and not callable(activation):
-        raise TypeError(
-            f"matmul: `activation` must be a function of one array, such as jax.nn.relu, got "
-            f"{activation!r}."
-        )
+    lhs, rhs = as_array("matmul", "lhs", lhs), as_array("matmul", "rhs", rhs)
+    check_shapes("matmul", lhs, rhs, transpose_lhs, transpose_rhs)
+    bias = as_bias("matmul", bias, lhs, rhs, transpose_lhs, transpose_rhs)
+    check_activation("matmul", activation)
     lhs, rhs, out_dtype = _promote(lhs, rhs, preferred_element_type)
-    rank = max(lhs.ndim, rhs.ndim)
-    lhs, rhs = with_leading_ones(lhs, rank - lhs.ndim), with_leading_ones(rhs, rank - rhs.ndim)
-
-    call = CallOptions(implementation, as_tile_choice(tiles)).or_else(ambient_options())
-    call = call.or_else(CallOptions(tiles=as_tile_choice(environment_resolver())))
-    layout = dict(transpose_lhs=transpose_lhs, transpose_rhs=transpose_rhs)
-    precision = resolve_precision(precision)
-    if call.implementation is not None:
-        operator = get_operator("matmul")
-        operator.check_implementation(call.implementation)
-        keywords = dict(out_dtype=out_dtype, precision=precision, device=call.device, **layout)
-        operator.select((lhs, rhs), keywords, name=call.implementation)
-
-    sum_leading = (False,) * (rank - 2)
-
-    def product() -> jax.Array:
-        return bind_matmul(
-            lhs,
-            rhs,
-            **layout,
-            sum_leading=sum_leading,
-            out_dtype=out_dtype,
-            tiles=call.tiles,
-            precision=precision,
-            options=call,
-        )
-
-    if bias is None and activation is None:
-        return product()
-
-    fused = _as_fused(lhs, rhs, bias, activation, jax.eval_shape(product))
-    if fused is None:
-        return _applied(product(), bias, activation)
-    (out,) = bind_fused(
+    return multiply(
         lhs,
         rhs,
-        *(() if bias is None else (with_leading_ones(bias, rank - 1),)),
-        **layout,
-        sum_leading=sum_leading,
+        transpose_lhs=transpose_lhs,
+        transpose_rhs=transpose_rhs,
+        bias=bias,
+        activation=activation,
+        out_dtype=out_dtype,
         precision=precision,
-        tiles=call.tiles,
-        implementation=call.implementation,
-        device=call.device,
-        scaled=False,
-        biased=bias is not None,
-        product_dtype=out_dtype,
-        **fused,
+        tiles=tiles,
+        implementation=implementation,
     )
-    return out
-
-
-def _applied(
-    product: jax.Array, bias: jax.Array | None, activation: Callable[[Array], Array] | None
-) -> jax.Array:
-    """Bias and activation on a product that is rounded already."""
-    if bias is not None:
-        product = product + jnp.broadcast_to(bias, product.shape)
-    return product if activation is None else activation(product)
-
-
-def _as_fused(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    bias: jax.Array | None,
-    activation: Callable[[Array], Array] | None,
-    product: jax.ShapeDtypeStruct,
-) -> dict[str, Any] | None:
-    """What `bind_fused` needs to know of an epilogue; `None` where it must be applied afterwards.
-
-    Afterwards are applied: what looks at more than one entry, or holds arrays; and anything to
-    integers and complex numbers, which no kernel sums in floating point.
-    """
-    # As the user's own promotion rules have it, and with their errors.
-    wanted = jax.eval_shape(functools.partial(_applied, activation=activation), product, bias)
-    arrays = [lhs, rhs, product, wanted, *([] if bias is None else [bias])]
-    is_array = isinstance(wanted, jax.ShapeDtypeStruct) and wanted.shape == product.shape
-    if not is_array or not all(jnp.issubdtype(array.dtype, jnp.floating) for array in arrays):
-        return None
-    found = None
-    if activation is not None:
-        summed = MatmulProblem((1, 1), (1, 1), lhs.dtype, rhs.dtype, wanted.dtype)
-        found = Activation.of(activation, summed.accumulator_dtype)
-        if found is None:
-            return None
-    return dict(out_dtype=np.dtype(wanted.dtype), activation=found, orders=(0,))
-
-
-def _as_array(name: str, value: Any) -> jax.Array:
-    if not (hasattr(value, "shape") and hasattr(value, "dtype")):
-        raise TypeError(f"matmul: `{name}` must be an array, got {value!r}.")
-    if not _is_numeric(value.dtype):
-        raise TypeError(f"matmul: `{name}` must be an array of numbers, got dtype {value.dtype}.")
-    return jnp.asarray(value)
-
-
-def _is_numeric(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)
-
-
-def _as_dtype(preferred: DTypeLike) -> np.dtype:
-    try:
-        dtype = np.dtype(jax.dtypes.canonicalize_dtype(preferred))
-    except TypeError:
-        dtype = np.dtype(object)
-    if not _is_numeric(dtype):
-        raise TypeError(
-            f"matmul: `preferred_element_type` must be a dtype of numbers, such as "
-            f"jax.numpy.float32, got {preferred!r}."
-        )
-    return dtype
-
-
-def _describe(array: jax.Array) -> str:
-    return f"{array.dtype}{list(array.shape)}"
-
-
-def _given(lhs: jax.Array, rhs: jax.Array, transpose_lhs: bool, transpose_rhs: bool) -> str:
-    flags = f"transpose_lhs={transpose_lhs}, transpose_rhs={transpose_rhs}"
-    return f"Given: lhs {_describe(lhs)}, rhs {_describe(rhs)}, {flags}."
-
-
-def _check_shapes(lhs: jax.Array, rhs: jax.Array, transpose_lhs: bool, transpose_rhs: bool) -> None:
-    given = _given(lhs, rhs, transpose_lhs, transpose_rhs)
-    for name, operand in (("lhs", lhs), ("rhs", rhs)):
-        if operand.ndim < 2:
-            raise ValueError(
-                f"matmul: `{name}` must have rank 2 or more, got rank {operand.ndim}. Write a "
-                f"vector as a matrix of one row ({name}[None, :]) or column ({name}[:, None]). "
-                f"{given}"
-            )
-    lhs_k = lhs.shape[-2 if transpose_lhs else -1]
-    rhs_k = rhs.shape[-1 if transpose_rhs else -2]
-    if lhs_k != rhs_k:
-        lhs_form = "(..., k, m)" if transpose_lhs else "(..., m, k)"
-        rhs_form = "(..., n, k)" if transpose_rhs else "(..., k, n)"
-        raise ValueError(
-            f"matmul: the contracting size k differs: lhs {lhs_form} has {lhs_k}, rhs {rhs_form} "
-            f"has {rhs_k}. {given}"
-        )
-    pairs = zip(reversed(lhs.shape[:-2]), reversed(rhs.shape[:-2]), strict=False)
-    if not all(left == right or left == 1 or right == 1 for left, right in pairs):
-        raise ValueError(
-            f"matmul: the leading axes {lhs.shape[:-2]} of lhs and {rhs.shape[:-2]} of rhs do not "
-            f"broadcast: each pair must be equal, or one of them 1. {given}"
-        )
 
 
 def _promote(
@@ -248,7 +101,7 @@ def _promote(
     if preferred is None:
         out_dtype = np.dtype(jnp.result_type(lhs, rhs))
     else:
-        out_dtype = _as_dtype(preferred)
+        out_dtype = as_dtype("matmul", preferred)
     if lhs.dtype != rhs.dtype and (lhs.weak_type or rhs.weak_type):
         common = jnp.result_type(lhs, rhs)
         lhs, rhs = lhs.astype(common), rhs.astype(common)

@@ -2,7 +2,6 @@
 
 import math
 
-import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
 from .._hardware import find_generation, GENERATIONS
@@ -25,7 +24,7 @@ _REGISTER_ENTRIES = 8 * 128
 
 
 def _mxu_operations_per_second(problem: MatmulProblem, info: pltpu.TpuInfo) -> float:
-    if problem.lhs_dtype == jnp.int8 and info.int8_ops_per_second:
+    if problem.multiplies_int8 and info.int8_ops_per_second:
         return float(info.int8_ops_per_second)
     return info.bf16_ops_per_second / mxu_passes(problem)
 

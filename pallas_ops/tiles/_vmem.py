@@ -4,7 +4,7 @@ import numpy as np
 from jax import lax
 
 from .._hardware import find_generation
-from ..kernels import is_matrix_vector, kernel_precision, MatmulProblem
+from ..kernels import is_matrix_vector, kernel_precision, MatmulProblem, multiplied_dtype
 from ._config import LANES, sublanes, TileConfig
 
 
@@ -47,15 +47,13 @@ def estimate_vmem_bytes(problem: MatmulProblem, tile: TileConfig) -> int:
     )
     steps = k < problem.k or any(problem.sum_leading)
     accumulator = _padded_bytes(m, n, problem.accumulator_dtype) if steps else 0
-    float32 = np.dtype(np.float32)
-    lhs_copies = _LHS_COPIES[kernel_precision(problem)]
-    rhs_copies = 0
-    if problem.lhs_dtype != problem.rhs_dtype:  # the bfloat16 one is raised
-        lhs_copies = max(lhs_copies, int(problem.lhs_dtype != float32))
-        rhs_copies = int(problem.rhs_dtype != float32)
-    if is_matrix_vector(problem):  # lhs raised to 32 bits, and for integers the products
-        lhs_copies = 2 if problem.lhs_dtype == np.int8 else 1
-    copies = lhs_copies * _padded_bytes(*lhs, float32) + rhs_copies * _padded_bytes(*rhs, float32)
+    # What is not of the dtype in which they are multiplied is copied to it.
+    dtype = multiplied_dtype(problem)
+    lhs_copies = max(_LHS_COPIES[kernel_precision(problem)], int(problem.lhs_dtype != dtype))
+    rhs_copies = int(problem.rhs_dtype != dtype)
+    if is_matrix_vector(problem):  # rhs is a row; for integers there are the products as well
+        lhs_copies, rhs_copies = 1 + int(problem.multiplies_int8), 0
+    copies = lhs_copies * _padded_bytes(*lhs, dtype) + rhs_copies * _padded_bytes(*rhs, dtype)
     if problem.transpose_lhs and problem.k % k:
         # Masked at the edge of k and then transposed (16.3 of 16 MiB, bfloat16, libtpu 0.0.42).
         copies += _padded_bytes(*lhs, problem.lhs_dtype)
