@@ -1,6 +1,6 @@
 """`QuantizedPallasLinear`: a linear layer whose weights are int8."""
 
-from typing import Any, Literal
+from typing import Literal
 
 import equinox as eqx
 import jax
@@ -23,9 +23,9 @@ class QuantizedPallasLinear(eqx.Module):
     ```
     """
 
-    weight: Int8[Array, "out in"]
-    scale: Float[Array, " out"]
-    bias: Float[Array, " out"] | None
+    weight: Int8[Array, "*stack out in"]
+    scale: Float[Array, "*stack out"]
+    bias: Float[Array, "*stack out"] | None
     in_features: int | Literal["scalar"] = eqx.field(static=True)
     out_features: int | Literal["scalar"] = eqx.field(static=True)
     use_bias: bool = eqx.field(static=True)
@@ -80,14 +80,14 @@ class QuantizedPallasLinear(eqx.Module):
     ) -> Shaped[Array, "..."]:
         """**Arguments:**
 
-        - `x`: floating-point, shape `(..., in_features)`, or `(...)` if `in_features="scalar"`.
-            Leading axes are batch axes; `jax.vmap` does the same, at the same cost.
+        - `x`: floating-point or int8, shape `(..., in_features)`, or `(...)` if
+            `in_features="scalar"`. Leading axes are batch axes; `jax.vmap` does the same, at the same cost.
         - `key`: ignored; there for compatibility with the rest of Equinox. (Keyword only.)
 
         **Returns:**
 
         Shape `(..., out_features)`, or `(...)` if `out_features="scalar"`. The dtype is that of
-        `x + bias` in `jax.numpy`.
+        `x + bias` in `jax.numpy`; for an int8 `x`, of `scale + bias`.
 
         **Raises:**
 
