@@ -81,7 +81,8 @@ class QuantizedPallasLinear(eqx.Module):
         """**Arguments:**
 
         - `x`: floating-point or int8, shape `(..., in_features)`, or `(...)` if
-            `in_features="scalar"`. Leading axes are batch axes; `jax.vmap` does the same, at the same cost.
+            `in_features="scalar"`. Leading axes are batch axes; `jax.vmap` does the same, at the
+            same cost.
         - `key`: ignored; there for compatibility with the rest of Equinox. (Keyword only.)
 
         **Returns:**

@@ -31,6 +31,10 @@ DTYPES = {
     "f32 x bf16": ("float32", "bfloat16", "bfloat16"),
     "int8": ("int8", "int8", "int8"),
     "int8 to int32": ("int8", "int8", "int32"),
+    "bf16 x int8": ("bfloat16", "int8", "bfloat16"),
+    "int8 x bf16": ("int8", "bfloat16", "bfloat16"),
+    "f32 x int8": ("float32", "int8", "float32"),
+    "int8 x f32": ("int8", "float32", "float32"),
 }
 # (m, k, n) and the blocks: divisible; ragged on every axis; axes shorter than any tile.
 SIZES = [
@@ -84,7 +88,7 @@ def _all_layouts_and_sizes(dtypes, **keywords):
 
 
 def _takes(generation, dtypes):
-    return not (generation == "v4" and dtypes[0] == "int8")
+    return not (generation == "v4" and dtypes[:2] == ("int8", "int8"))
 
 
 @pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
@@ -143,7 +147,7 @@ def test_awkward_shapes_at_the_default_tile(generation, dtypes):
 
 
 @pytest.mark.parametrize("precision", [lax.Precision.HIGH, lax.Precision.HIGHEST])
-@pytest.mark.parametrize("dtypes", ["f32", "bf16", "bf16 x f32", "f32 x bf16"])
+@pytest.mark.parametrize("dtypes", ["f32", "bf16", "bf16 x f32", "f32 x bf16", "f32 x int8"])
 @pytest.mark.parametrize("generation", ["v4", "v5e", "tpu7x"])
 def test_higher_precision(generation, dtypes, precision):
     products = _all_layouts_and_sizes(DTYPES[dtypes], precision=precision)
@@ -227,6 +231,55 @@ def test_every_layout_and_edge_with_an_epilogue(generation, dtypes):
     with jax.numpy_dtype_promotion("standard"):  # biases are of other dtypes
         compiled = compile_for_tpu(program, [case[:3] for case in cases], device=generation)
     assert compiled.as_text().count('custom_call_target="tpu_custom_call"') == len(cases)
+
+
+@pytest.mark.parametrize("lhs_dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_quantized_products(generation, lhs_dtype):
+    """With scales, in one step of k and in several, with leading axes, and all their gradients."""
+    if not _takes(generation, (lhs_dtype, "int8")):
+        pytest.skip("the refusal is tests/operators/test_quantized.py's")
+    sizes = [
+        ((300, 300, 300), (128, 128, 128), ()),
+        ((7, 300, 9), (7, 300, 9), ()),
+        ((1, 200, 1), (1, 128, 1), ()),
+        ((32, 256, 300), (32, 128, 128), (3,)),
+    ]
+    cases = [
+        (*_operands(mkn, (lhs_dtype, "int8"), layout, leading, leading),
+         _array((*leading, mkn[2]), jnp.float32), layout, blocks)
+        for layout in LAYOUTS
+        for mkn, blocks, leading in sizes
+    ]  # fmt: skip
+
+    def program(operands):
+        outs = []
+        for (lhs, rhs, scale), (*_, layout, blocks) in zip(operands, cases, strict=True):
+
+            def product(lhs, scale, rhs=rhs, layout=layout, blocks=blocks):
+                return po.quantized_matmul(
+                    lhs,
+                    rhs,
+                    scale,
+                    transpose_lhs=layout[0],
+                    transpose_rhs=layout[1],
+                    activation=jax.nn.silu,
+                    preferred_element_type=jnp.bfloat16,
+                    implementation="mosaic",
+                    tiles=po.TileConfig(*blocks),
+                )
+
+            if lhs_dtype == "int8":
+                out, vjp = jax.vjp(functools.partial(product, lhs), scale)
+            else:
+                out, vjp = jax.vjp(product, lhs, scale)
+            outs.append((out, vjp(jnp.cos(out))))
+        return outs
+
+    text = compile_for_tpu(program, [case[:3] for case in cases], device=generation).as_text()
+    # Each result; for the scales the product again; and the gradient of a floating-point lhs.
+    kernels = 2 if lhs_dtype == "int8" else 3
+    assert text.count('custom_call_target="tpu_custom_call"') == kernels * len(cases)
 
 
 def _training_step(implementation=None, dtype=jnp.float32):

@@ -51,6 +51,8 @@ DTYPES = [
     ("float32", "bfloat16", "bfloat16"),
     ("int8", "int8", "int32"),
     ("int8", "int8", "int8"),
+    ("bfloat16", "int8", "bfloat16"),
+    ("int8", "float32", "float32"),
 ]
 LAYOUTS = ["NN", "NT", "TN", "TT"]
 DEVICES = [None, *GENERATIONS, "TPU v5 lite", "TPU v99"]

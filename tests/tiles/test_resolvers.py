@@ -30,6 +30,8 @@ DTYPES = st.sampled_from(
         ("bfloat16", "float32", "float32"),
         ("float32", "bfloat16", "bfloat16"),
         ("int8", "int8", "int32"),
+        ("bfloat16", "int8", "bfloat16"),
+        ("int8", "float32", "float32"),
     ]
 )
 

@@ -164,10 +164,11 @@ def test_the_fastest_loses_if_its_product_is_wrong(store, monkeypatch, wrong):
         (tile_problem(32, 256, 8, "int8"), 0.5),
         (tile_problem(16, 256, 8, "bfloat16"), 0.5),
         (tile_problem(16, 256, 8, "bfloat16", "float32", "bfloat16"), 0.5),
+        (tile_problem(16, 256, 8, "bfloat16", "int8", "bfloat16", layout="NT"), 0.5),
         (tile_problem(1, 300, 1), 0.5),
         (tile_problem(8, 256, 8, precision=jax.lax.Precision.HIGHEST, layout="TT"), 0.5),
     ],
-    ids=["int8 to int32", "int8", "bf16", "mixed", "ragged vector", "highest"],
+    ids=["int8 to int32", "int8", "bf16", "mixed", "int8 weight", "ragged vector", "highest"],
 )
 def test_a_right_product_passes_the_check_in_every_dtype(problem, seconds):
     result = sweep(
