@@ -156,6 +156,11 @@ def problem_options(function: Callable) -> Callable:
                 help="Of both operands.",
             ),
             click.option(
+                "--weights",
+                type=click.Choice(["int8"]),
+                help="Of the right operand, with a scale for each column of the result.",
+            ),
+            click.option(
                 "--out-dtype",
                 type=click.Choice(["bfloat16", "float32", "int8", "int32"]),
                 help="Of the result; the operands' where it is left out.",

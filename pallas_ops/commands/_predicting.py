@@ -121,6 +121,7 @@ class Report:
             "k": problem.k,
             "n": problem.n,
             "dtype": problem.lhs_dtype.name,
+            "rhs_dtype": problem.rhs_dtype.name,
             "out_dtype": problem.out_dtype.name,
             "layout": problem.layout,
             "precision": problem.precision,

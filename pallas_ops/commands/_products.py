@@ -1,12 +1,13 @@
 """From sizes on a command line to the problems that a program with them would pose."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from .._hardware import find_generation, known_generation
-from ..operators import matmul, options
+from ..operators import matmul, options, quantized_matmul
 from ..tiles import collect, TileProblem
 
 
@@ -58,6 +59,7 @@ def make_problem(
     precision: str,
     device: str | None,
     implementation: str,
+    weights: str | None = None,
 ) -> TileProblem:
     """The problem of a product with these sizes, or of one of its two gradients.
 
@@ -68,6 +70,7 @@ def make_problem(
     - `product`: one of `PRODUCTS`.
     - `m`, `k`, `n`: the sizes of the forward product.
     - `device`: a generation, the kind of a TPU that is not known here, or `None`.
+    - `weights`: `"int8"`, where K x N is that, with a scale for each column.
 
     **Raises:**
 
@@ -76,12 +79,16 @@ def make_problem(
     """
     transpose_lhs, transpose_rhs = (letter == "T" for letter in layout.upper())
     lhs = jax.ShapeDtypeStruct((k, m) if transpose_lhs else (m, k), jnp.dtype(dtype))
-    rhs = jax.ShapeDtypeStruct((n, k) if transpose_rhs else (k, n), jnp.dtype(dtype))
-    out = jax.ShapeDtypeStruct((m, n), jnp.dtype(out_dtype or dtype))
-    if product != "forward" and jnp.issubdtype(lhs.dtype, jnp.integer):
-        raise ValueError(f"a product of {dtype} has no gradients, and {product!r} was asked for.")
+    rhs = jax.ShapeDtypeStruct((n, k) if transpose_rhs else (k, n), jnp.dtype(weights or dtype))
+    default = "float32" if weights and dtype == "int8" else dtype
+    out = jax.ShapeDtypeStruct((m, n), jnp.dtype(out_dtype or default))
+    operand = {"lhs_cotangent": lhs, "rhs_cotangent": rhs}.get(product)
+    if operand is not None and jnp.issubdtype(operand.dtype, jnp.integer):
+        raise ValueError(
+            f"a product of {operand.dtype} has no gradients, and {product!r} was asked for."
+        )
     forward = functools.partial(
-        matmul,
+        matmul if weights is None else functools.partial(_scaled, n=n),
         transpose_lhs=transpose_lhs,
         transpose_rhs=transpose_rhs,
         preferred_element_type=out.dtype,
@@ -89,15 +96,19 @@ def make_problem(
     )
 
     def gradient_of_lhs(lhs, rhs, cotangent):
-        return jax.linear_transpose(lambda lhs: forward(lhs, rhs), lhs)(cotangent)
+        return jax.vjp(lambda lhs: forward(lhs, rhs), lhs)[1](cotangent)
 
     def gradient_of_rhs(lhs, rhs, cotangent):
-        return jax.linear_transpose(lambda rhs: forward(lhs, rhs), rhs)(cotangent)
+        return jax.vjp(lambda rhs: forward(lhs, rhs), rhs)[1](cotangent)
 
     functions = (lambda lhs, rhs, _: forward(lhs, rhs), gradient_of_lhs, gradient_of_rhs)
     function = dict(zip(PRODUCTS, functions, strict=True))[product]
     known = device if find_generation(device) else None
     # A call that names its implementation is refused here for what the kernel does not have.
     with options(implementation=implementation, device=known):
-        (problem,) = collect(function, lhs, rhs, out, device=device, implementation=implementation)
-    return problem
+        found = collect(function, lhs, rhs, out, device=device, implementation=implementation)
+    return found[-1]  # after the product itself
+
+
+def _scaled(lhs: jax.Array, rhs: jax.Array, *, n: int, **keywords: Any) -> jax.Array:
+    return quantized_matmul(lhs, rhs, jnp.ones((n,), jnp.float32), **keywords)

@@ -1,5 +1,6 @@
 """`pallas-ops tune`: measures tiles before a program needs them."""
 
+import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -97,6 +98,7 @@ def command(
     shapes: list[tuple[int, int, int]],
     source: str | None,
     dtype: str,
+    weights: str | None,
     out_dtype: str | None,
     layout: str,
     precision: str,
@@ -135,13 +137,16 @@ def command(
         from ._products import make_problem
 
         if not products:
-            products = _PRODUCTS if dtype != "int8" else ("forward",)  # integers have no gradients
+            # Integers have no gradients.
+            is_float = (True, dtype != "int8", (weights or dtype) != "int8")
+            products = tuple(itertools.compress(_PRODUCTS, is_float))
         with readable():
             problems = [
                 make_problem(
                     product,
                     *shape,
                     dtype=dtype,
+                    weights=weights,
                     out_dtype=out_dtype,
                     layout=layout,
                     precision=precision,

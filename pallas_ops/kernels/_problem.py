@@ -136,6 +136,11 @@ class MatmulProblem:
         return self.lhs_dtype == self.rhs_dtype == np.int8
 
     @property
+    def widens_int8(self) -> bool:
+        """Whether one operand is int8, and becomes the dtype of the other in VMEM."""
+        return self.lhs_dtype != self.rhs_dtype and np.int8 in (self.lhs_dtype, self.rhs_dtype)
+
+    @property
     def outputs(self) -> int:
         """How many results there are, all of `out_shape` and `out_dtype`."""
         return 1 if self.epilogue is None else len(self.epilogue.functions)

@@ -2,7 +2,9 @@
 
 import dataclasses
 import os
+from collections.abc import Iterator
 
+from ..kernels import multiplied_dtype
 from ._agree import agreed
 from ._key import problem_key, versions
 from ._legal import largest_sure_to_fit, nearest_legal, why_no_limit, why_too_large
@@ -97,12 +99,12 @@ class CachedResolver:
     def look_up(self, problem: TileProblem) -> Resolution:
         directory = os.fspath(default_directory() if self.directory is None else self.directory)
         found = self._found(problem, directory)
-        if found is None and problem.matmul.epilogue is not None:
-            # What is done to the result hardly matters to the tile (`docs/tiles.md`).
-            bare = self._found(problem.bare, directory)
-            found = None if bare is None else _with_epilogue(problem, bare)
         if found is not None:
             return found
+        for other, how in _near(problem):
+            found = self._found(other, directory)
+            if found is not None:
+                return _of_another(problem, found, how)
         on_tpu = problem.can_be_timed and problem.implementation == "mosaic"
         if on_tpu or not self.quiet:
             warn_once(
@@ -128,14 +130,27 @@ class CachedResolver:
         return None
 
 
-def _with_epilogue(problem: TileProblem, bare: Resolution) -> Resolution:
-    """The tile of the product alone, for the product with its epilogue.
+def _near(problem: TileProblem) -> Iterator[tuple[TileProblem, str]]:
+    """Products whose tile serves until there is one for this, the nearest first, and in words."""
+    bare = problem.bare
+    if bare != problem:
+        # What is done to the result hardly matters to the tile (`docs/tiles.md`).
+        yield bare, "without its epilogue"
+    if problem.matmul.widens_int8:
+        # It multiplies the same, and waits for less.
+        dtype = multiplied_dtype(problem.matmul)
+        wide = dataclasses.replace(bare.matmul, lhs_dtype=dtype, rhs_dtype=dtype)
+        yield dataclasses.replace(bare, matmul=wide), f"of {dtype.name} alone"
+
+
+def _of_another(problem: TileProblem, found: Resolution, how: str) -> Resolution:
+    """The tile of a product that is near, for this one.
 
     The further results of an epilogue have blocks of their own, for which there must be room.
     """
-    tile = largest_sure_to_fit(problem, bare.tile)
-    reason = f"{bare.reason} (without its epilogue)"
-    return dataclasses.replace(bare, tile=tile, vmem_limit_bytes=None, reason=reason)
+    tile = largest_sure_to_fit(problem, nearest_legal(problem.matmul, found.tile))
+    reason = f"{found.reason} ({how})"
+    return dataclasses.replace(found, tile=tile, vmem_limit_bytes=None, reason=reason)
 
 
 DEFAULT_RESOLVER = CachedResolver(quiet=True)

@@ -84,6 +84,25 @@ def test_named_tiles():
     assert first["predicted_us"] < second["predicted_us"]
 
 
+@pytest.mark.parametrize(("m", "ratio"), [(1, 0.56), (16, 0.56)])
+def test_weights_of_half_the_bytes_are_near_half_the_time(m, ratio):
+    """A few rows wait for the weights: their conversion in VMEM takes less than their transfer."""
+    tile = ("--tile", f"{m},4096,256")
+    wide = _json(m, 4096, 4096, *tile)
+    narrow = _json(m, 4096, 4096, *tile, "--weights", "int8")
+    assert (wide["rhs_dtype"], narrow["dtype"], narrow["rhs_dtype"]) == (
+        "bfloat16",
+        "bfloat16",
+        "int8",
+    )
+    times = [found["tiles"][0]["predicted_us"] for found in (narrow, wide)]
+    assert 0.5 < times[0] / times[1] < ratio
+    assert narrow["tiles"][0]["bound"] == "hbm"
+    gradient = _json(m, 4096, 4096, "--tile", f"{m},4096,256", "--weights", "int8",
+                     "--product", "lhs_cotangent")  # fmt: skip
+    assert (gradient["layout"], gradient["rhs_dtype"]) == ("NN", "int8")
+
+
 def test_the_best_of_the_candidates():
     found = _json(512, 512, 512, "--candidates", 4, "--best", 2, "--device", "v6e")
     assert found["calibrated"] is False

@@ -19,7 +19,7 @@ from pallas_ops.commands._entries import check_entry
 from pallas_ops.commands._products import make_problem
 from pallas_ops.commands._why import explain
 from pallas_ops.kernels import run_kernel
-from pallas_ops.tiles import Entry, problem_key, table_json, TileStore, versions
+from pallas_ops.tiles import Entry, InvalidEntryError, problem_key, table_json, TileStore, versions
 
 
 @pytest.fixture(autouse=True)
@@ -172,6 +172,40 @@ def test_what_is_exported_and_imported_again_is_found(tmp_path, folder):
     for problem, blocks in zip(problems, tiles, strict=True):
         resolution = po.CachedResolver(quiet=True).resolve(problem)
         assert (resolution.source, resolution.tile.blocks) == ("store", blocks)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(weights="int8"),
+        dict(weights="int8", dtype="int8"),
+        dict(weights="int8", dtype="float32", out_dtype="bfloat16"),
+    ],
+    ids=["weights alone", "both", "float32"],
+)
+def test_tiles_of_scaled_products_are_exported_and_imported(fields, tmp_path, folder):
+    """What a key says of an epilogue is enough to check the entry; `float32` from int8 needs it."""
+    problem = _problem(64, **fields)
+    assert problem.epilogue == "scale:float32 identity"
+    _put(problem, 64, 128, 128)
+    assert [one["status"] for one in _listed()] == ["used"]
+    table = tmp_path / "table.json"
+    assert _run("export", table).exit_code == 0
+    assert _run("clear", "--yes").exit_code == 0
+    assert _run("import", table).exit_code == 0
+    resolution = po.CachedResolver(quiet=True).resolve(problem)
+    assert (resolution.source, resolution.tile.blocks) == ("store", (64, 128, 128))
+    checked = check_entry(_entry(problem))
+    assert checked.matmul.epilogue is not None
+    assert checked.matmul.columns == problem.matmul.columns
+    assert checked.matmul.outputs == 1
+
+
+def test_an_epilogue_of_unknown_dtype_is_no_entry():
+    problem = _problem(weights="int8")
+    key = problem_key(problem) | {"epilogue": "scale:float99 identity"}
+    with pytest.raises(InvalidEntryError, match="float99"):
+        check_entry(dataclasses.replace(_entry(problem), key=key))
 
 
 def test_a_table_goes_through_pipes():
@@ -602,6 +636,11 @@ def test_a_raised_limit_is_told():
         ([4, 4, 4, "--implementation", "xla"], "'xla' is not one of 'mosaic'"),
         ([4, 4, 4, "--dtype", "float16"], "'float16' is not one of"),
         ([4, 4, 4, "--dtype", "int8", "--product", "lhs_cotangent"], "int8 has no gradients"),
+        (
+            [4, 4, 4, "--weights", "int8", "--product", "rhs_cotangent"],
+            "int8 has no gradients, and 'rhs_cotangent' was asked for",
+        ),
+        ([4, 4, 4, "--weights", "bfloat16"], "'bfloat16' is not 'int8'"),
         ([4, 4, 4, "--tiles", "fastest"], "'fastest' is not one of"),
     ],
 )

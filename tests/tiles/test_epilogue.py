@@ -73,6 +73,28 @@ def test_a_tile_that_may_not_fit_with_the_outputs_is_shrunk(store):
         assert estimate_vmem_bytes(problem.matmul, found.tile) <= 12 * 2**20
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+def test_the_tile_of_bfloat16_serves_beside_weights_of_int8(scaled, store):
+    for device, layout in (("v5e", "NT"), ("v5e", "NN"), ("v4", "NT"), ("v4", "NN")):
+        wide = po.TileProblem(
+            matmul_problem(8192, 4096, 4096, "bfloat16", layout=layout), device=device
+        )
+        scale = Epilogue(scale=Columns((1, 4096), jnp.dtype(jnp.float32)))
+        matmul = dataclasses.replace(
+            wide.matmul, rhs_dtype=jnp.dtype(jnp.int8), epilogue=scale if scaled else None
+        )
+        problem = po.TileProblem(matmul, device=device)
+        found = po.CachedResolver().resolve(problem)
+        expected = po.CachedResolver().resolve(wide)
+        assert found.source == expected.source == "table"
+        assert "of bfloat16 alone" in found.reason
+        if device == "v4":
+            assert estimate_vmem_bytes(problem.matmul, found.tile) <= 12 * 2**20
+        else:
+            assert found.tile == expected.tile
+        resolve_tile(problem, as_tile_choice(po.CachedResolver()))
+
+
 def test_it_can_be_tuned(store):
     problem = _problem(2, m=16, k=256, n=128, implementation="interpret")
     result = sweep(problem, candidates(problem, most=3), budget_seconds=60.0)
