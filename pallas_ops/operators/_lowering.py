@@ -9,6 +9,7 @@ import numpy as np
 from jax.interpreters import mlir
 
 from ..kernels import MatmulProblem
+from ._implementations import preferred
 from ._registry import get_operator
 
 
@@ -68,6 +69,8 @@ def lower_product(
         device=_device_kind(ctx) or params["device"],
         can_be_timed=_runs_here(ctx),
     )
+    if name is None and platform == "tpu":
+        name = preferred(problem, call["device"])
     implementation = operator.select(ctx.avals_in, call, name=name, platform=platform)
     if implementation.platforms is not None and platform not in implementation.platforms:
         raise ValueError(

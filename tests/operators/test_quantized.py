@@ -431,6 +431,16 @@ def test_a_generation_without_int8_products(bound):
     assert "tpu_custom_call" not in text
 
 
+@pytest.mark.parametrize(("device", "kernels"), [("v4", 0), ("v5e", 1), ("v6e", 1)])
+def test_who_multiplies_weights_of_int8(device, kernels):
+    """A v4 can, and takes int8 apart so slowly that XLA is asked where nobody is named."""
+    x, weight, scale, _ = _operands(jnp.bfloat16)
+    for implementation, expected in ((None, kernels), ("mosaic", 1), ("xla", 0)):
+        run = _ours(implementation, None)
+        text = compile_for_tpu(run, x, weight, scale, device=device).as_text()
+        assert text.count('custom_call_target="tpu_custom_call"') == expected
+
+
 # Rounding to int8.
 
 
