@@ -9,6 +9,7 @@ import click
 from ._console import (
     counted,
     default_platform,
+    format_seconds,
     make_console,
     print_json,
     read_shapes,
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from ._benchmark import Row
     from ._overhead import Overhead
+    from ._precision import Row as PrecisionRow
     from ._published import Comparison, Variant
 
 
@@ -385,6 +387,96 @@ def vmem(device: str, tiles: int, as_json: bool) -> None:
     click.echo(
         f"The best that is kept is slower than the best of all by "
         f"{found.kept_regret:.1%} at most, by predicted times{note}."
+    )
+
+
+@command.command("precision")
+@click.option("--device", default="v5e", show_default=True, help="The TPU.")
+@click.option(
+    "--shape",
+    "shapes",
+    metavar="M,K,N",
+    multiple=True,
+    callback=read_shapes,
+    help="The shape.  [default: 2048,2048,2048]",
+)
+@click.option(
+    "--offset",
+    type=float,
+    default=0.0,
+    show_default=True,
+    help="Added to the random numbers: far from zero they cancel less.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def precision(
+    device: str, shapes: list[tuple[int, int, int]], offset: float, as_json: bool
+) -> None:
+    """What each precision of float32 and bfloat16 costs on a TPU, and how exact it is.
+
+    Passes and times are the TPU compiler's and the model's. A CPU has no MXU: the errors of its
+    passes are emulated, for normal random numbers, beside those of jax.numpy.dot here.
+    """
+    if len(shapes) > 1:
+        raise click.UsageError("--shape can be given once: the precisions of one shape compare.")
+    require_compiler()
+    from .._hardware import known_generation
+    from ._precision import study
+
+    (shape,) = shapes or [(2048, 2048, 2048)]
+    with readable():
+        name = known_generation(device).name
+        rows = study(name, shape, offset=offset)
+    if as_json:
+        sizes = dict(zip(("m", "k", "n"), shape, strict=True))
+        print_json({"device": name, **sizes, "rows": [row.as_json() for row in rows]})
+    else:
+        _print_precisions(rows, name, shape)
+
+
+def _print_precisions(
+    rows: "Sequence[PrecisionRow]", device: str, shape: tuple[int, int, int]
+) -> None:
+    from rich import box
+    from rich.table import Table
+
+    from ..compiler import chip
+    from ..kernels import kernel_precision, mxu_passes
+    from ._predicting import libtpu_name
+
+    console = make_console()
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("operands", "precision"):
+        table.add_column(name)
+    for name in ("passes", "in the schedule", "emulated error", "error on this CPU"):
+        table.add_column(name, justify="right")
+    for name in ("time", "XLA's"):
+        table.add_column(name, justify="right")
+    table.add_column("tile")
+    for row in rows:
+        problem, scheduled = row.problem, row.scheduled_passes
+        asked, used = problem.precision.name, kernel_precision(problem).name
+        table.add_row(
+            f"{problem.lhs_dtype.name} x {problem.rhs_dtype.name}",
+            asked if asked == used else f"{asked}, as {used}",
+            str(mxu_passes(problem)),
+            "" if scheduled is None else f"{scheduled:g}",
+            f"{row.emulated_error:.1e}",
+            f"{row.cpu_error:.1e}",
+            "" if row.seconds is None else format_seconds(row.seconds),
+            "" if row.xla is None else format_seconds(row.xla.seconds),
+            "x".join(map(str, row.tile)),
+        )
+    console.print(table)
+    for row in rows:
+        if row.error is not None:
+            console.print(f"No time of {row.problem.describe()}: {row.error}")
+    if not chip(device).calibrated:
+        console.print(f"UNCALIBRATED: no timings of a {device} were compared with the model.")
+    size = " x ".join(map(str, shape))
+    console.print(
+        f"{size}, layout NT, to float32. Times are predicted for a {device}, not measured: "
+        f"schedules of {libtpu_name()}, read by a model. Errors are the largest, relative to "
+        f"|lhs| @ |rhs| in float64; those of the passes are an emulation on this CPU."
     )
 
 

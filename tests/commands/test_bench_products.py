@@ -165,7 +165,9 @@ def no_work(monkeypatch):
     monkeypatch.setattr(CompilePool, "ask", never)
 
 
-@pytest.mark.parametrize("arguments", [(), ("published",), ("vmem",), ("vmem", "--json")])
+@pytest.mark.parametrize(
+    "arguments", [(), ("published",), ("precision",), ("vmem",), ("vmem", "--json")]
+)
 def test_without_libtpu(arguments, monkeypatch, no_work):
     reason = "The TPU compiler is in libtpu, which is not installed here."
     monkeypatch.setattr(_topology, "why_no_compiler", lambda: reason)
@@ -174,7 +176,9 @@ def test_without_libtpu(arguments, monkeypatch, no_work):
     assert result.stderr == f"Error: This is predicted by the TPU compiler. {reason}\n"
 
 
-@pytest.mark.parametrize("arguments", [("--shape", "256,512,384"), ("vmem", "--tiles", 6)])
+@pytest.mark.parametrize(
+    "arguments", [("--shape", "256,512,384"), ("precision",), ("vmem", "--tiles", 6)]
+)
 def test_a_libtpu_that_does_not_start(arguments, monkeypatch):
     unavailable = Verdict(False, "it does not start", transient=True, unavailable=True)
     answering(monkeypatch, unavailable)

@@ -1,5 +1,6 @@
 """Problems, and schedules without a compiler."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -8,7 +9,9 @@ from pallas_ops.compiler._schedule import KernelSchedule, StepCost
 from pallas_ops.kernels import MatmulProblem
 
 
-def problem(m, k, n, dtype="bfloat16", layout="NN", out=None, leading=(), summed=()):
+def problem(
+    m, k, n, dtype="bfloat16", layout="NN", out=None, leading=(), summed=(), precision="DEFAULT"
+):
     lhs = (k, m) if layout[0] == "T" else (m, k)
     rhs = (n, k) if layout[1] == "T" else (k, n)
     dtype = np.dtype(jnp.dtype(dtype))
@@ -21,6 +24,7 @@ def problem(m, k, n, dtype="bfloat16", layout="NN", out=None, leading=(), summed
         transpose_lhs=layout[0] == "T",
         transpose_rhs=layout[1] == "T",
         sum_leading=summed,
+        precision=jax.lax.Precision[precision],
     )
 
 

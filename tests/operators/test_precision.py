@@ -1,3 +1,6 @@
+import base64
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -83,6 +86,34 @@ def test_high_is_kept_where_this_jax_has_it():
     """Names the versions: 0.10.2 refuses `HIGH` in Mosaic, 0.12 takes it."""
     used = kernel_precision(_problem("float32", "float32", HIGH))
     assert used == (HIGH if jax.__version_info__ >= (0, 12) else HIGHEST)
+
+
+@pytest.mark.parametrize(
+    ("lhs", "rhs", "asked", "used"),
+    [
+        ("float32", "float32", DEFAULT, None),
+        ("float32", "float32", HIGH, "bf16x3" if jax.__version_info__ >= (0, 12) else "fp32"),
+        ("float32", "float32", HIGHEST, "fp32"),
+        ("bfloat16", "float32", HIGHEST, "fp32"),
+        ("bfloat16", "bfloat16", HIGHEST, None),
+    ],
+)
+def test_what_mosaic_is_asked_for(lhs, rhs, asked, used):
+    """In the program for a TPU, of a product and of both its gradients."""
+
+    def product(x, y):
+        out = None if lhs == rhs else "float32"  # a mixture has to be asked for
+        options = {"precision": asked, "preferred_element_type": out}
+        return po.matmul(x, y, implementation="mosaic", **options).sum()
+
+    operands = jax.ShapeDtypeStruct((64, 256), lhs), jax.ShapeDtypeStruct((256, 128), rhs)
+    gradient = jax.jit(jax.value_and_grad(product, argnums=(0, 1))).trace(*operands)
+    text = gradient.lower(lowering_platforms=("tpu",)).as_text()
+    kernels = [base64.b64decode(body) for body in re.findall(r"body\\22: \\22([\w+/=]+)", text)]
+    assert len(kernels) == 3
+    for kernel in kernels:
+        found = re.findall(rb"contract_precision<(\w+)>", kernel)
+        assert found == ([] if used is None else [used.encode()])
 
 
 def test_an_algorithm_as_the_default_is_the_highest_precision():
