@@ -38,8 +38,8 @@ def why_no_parts(
 
     **Arguments:**
 
-    - `granules`: what each block must be a multiple of, where it is not the whole axis. A kernel
-        can copy nothing else ("Offsets along tiled dimensions must be aligned to tiles", jax 0.12).
+    - `granules`: what a TPU packs along each axis. A kernel can copy nothing but whole multiples
+        ("Offsets along tiled dimensions must be aligned to tiles", jax 0.12).
     """
     if parts == 1:
         return None
