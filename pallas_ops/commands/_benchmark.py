@@ -51,7 +51,7 @@ class Row:
     - `dtype`: of operands and result.
     - `product`: `"forward"`, or which gradient of it.
     - `provider`: out of `PROVIDERS`.
-    - `tile`: the blocks of m, k and n of the product itself; `None` for XLA.
+    - `tile`: the numbers of the product's own tile; `None` for XLA.
     - `seconds`: of one product, without dispatch; `None` where there is none to be had.
     - `flops`: of the product.
     - `kind`: `"predicted"` or `"measured"`.
@@ -68,7 +68,7 @@ class Row:
     dtype: str
     product: str
     provider: str
-    tile: tuple[int, int, int] | None
+    tile: tuple[int, ...] | None
     seconds: float | None
     flops: int
     kind: str
@@ -103,7 +103,7 @@ class Row:
 
 
 def rows_csv(rows: Sequence[Row]) -> str:
-    """The rows as CSV; a tile is three numbers with x between them."""
+    """The rows as CSV; a tile is its numbers with x between them."""
     text = io.StringIO()
     names = list(rows[0].as_json()) if rows else []
     writer = csv.DictWriter(text, names, lineterminator="\n")
@@ -261,7 +261,7 @@ def _tuned_job(problem: TileProblem, pool: CompilePool, search: bool) -> Compile
     assert problem.device is not None
     known = None if search else known_tile(problem)
     if known is not None:
-        return CompileJob(problem.matmul, problem.device, known[0].blocks, known[1])
+        return dataclasses.replace(compile_job(problem, known[0]), vmem_limit_bytes=known[1])
     tiles = candidates(problem, most=_CANDIDATES)
     (ranking,) = rank([problem], [tiles], pool, budget_seconds=_BUDGET_SECONDS)
     return ranking.judgements[0][1].job if ranking.judgements else ranking.why_not_stored()
@@ -277,14 +277,16 @@ def _own_row(
     if isinstance(job, str):
         return case.row(provider, "predicted", tile=None, seconds=None, note=job)
     judgement = judged[job]
+    assert job.blocks is not None
+    numbers = TileConfig(*job.blocks, job.prologue_parts).numbers
     if judgement is None or judgement.prediction is None:
         reason = "" if judgement is None else judgement.error or ""
-        return case.row(provider, "predicted", tile=job.blocks, seconds=None, note=reason)
+        return case.row(provider, "predicted", tile=numbers, seconds=None, note=reason)
     assert judgement.verdict.schedule is not None
     return case.row(
         provider,
         "predicted",
-        tile=job.blocks,
+        tile=numbers,
         seconds=judgement.prediction.seconds,
         static_mxu_use=judgement.verdict.schedule.middle.mxu_use,
     )
@@ -347,8 +349,8 @@ def measured_rows(
             own_limit = limit if provider == "tuned" else None
             lower = functools.partial(_lower, problem, tile, own_limit, operands)
             seconds, note = _time(lower, operands, timer)
-            blocks = None if tile is None else tile.blocks
-            rows.append(case.row(provider, "measured", tile=blocks, seconds=seconds, note=note))
+            numbers = None if tile is None else tile.numbers
+            rows.append(case.row(provider, "measured", tile=numbers, seconds=seconds, note=note))
         yield rows
 
 

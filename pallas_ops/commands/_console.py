@@ -56,7 +56,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def tile_json(tile: Any) -> dict[str, int]:
-    return dict(zip(("block_m", "block_k", "block_n"), tile.blocks, strict=True))
+    return dict(zip(vars(tile), tile.numbers, strict=False))
 
 
 @contextlib.contextmanager
@@ -96,33 +96,35 @@ def told_warnings(told: list[str]) -> Iterator[None]:
             )
 
 
-def read_triples(noun: str, axes: str, example: str) -> Callable:
-    """The callback of an option that may be given several times, each with three sizes.
+def read_numbers(noun: str, axes: str, example: str, counts: tuple[int, ...] = (3,)) -> Callable:
+    """The callback of an option that may be given several times, each with several sizes.
 
     **Arguments:**
 
     - `noun`, `axes`, `example`: what a value is, and how it is written, for the error.
+    - `counts`: how many sizes a value may have.
     """
 
     def read(
         ctx: click.Context, parameter: click.Parameter, values: tuple[str, ...]
-    ) -> list[tuple[int, int, int]]:
-        triples = []
+    ) -> list[tuple[int, ...]]:
+        found = []
         for value in values:
             parts = [part.strip() for part in value.split(",")]
-            if len(parts) != 3 or not all(part.isdecimal() and int(part) > 0 for part in parts):
+            if len(parts) not in counts or not all(
+                part.isdecimal() and int(part) > 0 for part in parts
+            ):
                 raise click.BadParameter(
                     f"{value!r} is no {noun}: expected {axes} of positive numbers, such as "
                     f"{example}."
                 )
-            first, second, third = map(int, parts)
-            triples.append((first, second, third))
-        return triples
+            found.append(tuple(map(int, parts)))
+        return found
 
     return read
 
 
-read_shapes = read_triples("shape", "M,K,N", "2048,4096,512")
+read_shapes = read_numbers("shape", "M,K,N", "2048,4096,512")
 
 
 def default_platform() -> str:

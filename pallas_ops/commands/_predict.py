@@ -12,7 +12,7 @@ from ._console import (
     print_json,
     problem_options,
     product_option,
-    read_triples,
+    read_numbers,
     readable,
 )
 from ._files import read_output
@@ -34,10 +34,11 @@ if TYPE_CHECKING:
 @click.option(
     "--tile",
     "tiles",
-    metavar="BM,BK,BN",
+    metavar="BM,BK,BN[,PARTS]",
     multiple=True,
-    callback=read_triples("tile", "block_m,block_k,block_n", "512,1024,1024"),
-    help="A tile to judge; may be given several times. Without it, the best of the candidates.",
+    callback=read_numbers("tile", "block_m,block_k,block_n", "512,1024,1024", (3, 4)),
+    help="A tile to judge, and in how many parts its first blocks are fetched; may be given "
+    "several times. Without it, the best of the candidates.",
 )
 @click.option(
     "--candidates",
@@ -71,7 +72,7 @@ def command(
     precision: str,
     product: str,
     device: str,
-    tiles: list[tuple[int, int, int]],
+    tiles: list[tuple[int, ...]],
     candidates: int,
     best: int,
     plot: str | None,
@@ -146,7 +147,7 @@ def _print(found: "Report", best: int | None) -> None:
 
 
 def _name(row: "Row") -> str:
-    return "x".join(map(str, row.blocks))
+    return row.label
 
 
 _WITHOUT_A_TIME = {False: "refused", None: "no verdict", True: "no schedule"}

@@ -38,6 +38,7 @@ class Row:
     **Arguments:**
 
     - `blocks`: block_m, block_k and block_n.
+    - `prologue_parts`: of the first blocks.
     - `compiles`: whether the compiler takes it; `None` where it gave no verdict: there is no
         compiler, say, or its process was lost.
     - `error`: why not, or why there is no time.
@@ -54,6 +55,7 @@ class Row:
     blocks: tuple[int, int, int]
     vmem_limit_bytes: int
     flops: int
+    prologue_parts: int = 1
     compiles: bool | None = None
     error: str | None = None
     vmem_bytes: int | None = None
@@ -65,12 +67,18 @@ class Row:
     hbm_bytes: int | None = None
 
     @property
+    def label(self) -> str:
+        """The tile in one word."""
+        return TileConfig(*self.blocks, self.prologue_parts).label
+
+    @property
     def tflops(self) -> float | None:
         return None if self.seconds is None else self.flops / self.seconds / 1e12
 
     def as_json(self) -> dict[str, Any]:
         return {
             **dict(zip(("block_m", "block_k", "block_n"), self.blocks, strict=True)),
+            "prologue_parts": self.prologue_parts,
             "compiles": self.compiles,
             "error": self.error,
             "vmem_bytes": self.vmem_bytes,
@@ -156,7 +164,8 @@ def why_not_compiled(problem: TileProblem, tile: TileConfig) -> str | None:
 
 def _row(problem: TileProblem, tile: TileConfig, judgement: Judgement | None) -> Row:
     default = scoped_vmem_limit_bytes(problem.device)
-    row = Row(tile.blocks, vmem_limit_bytes(problem, tile) or default, problem.matmul.flops)
+    limit = vmem_limit_bytes(problem, tile) or default
+    row = Row(tile.blocks, limit, problem.matmul.flops, int(tile.prologue_parts))
     if judgement is None:
         return dataclasses.replace(row, compiles=False, error=why_not_compiled(problem, tile))
     verdict, prediction = judgement.verdict, judgement.prediction
@@ -180,20 +189,18 @@ def _row(problem: TileProblem, tile: TileConfig, judgement: Judgement | None) ->
     )
 
 
-def report(
-    problem: TileProblem, tiles: Sequence[tuple[int, int, int]], *, candidates: int
-) -> Report:
+def report(problem: TileProblem, tiles: Sequence[tuple[int, ...]], *, candidates: int) -> Report:
     """Compiles tiles, and XLA's dot beside them.
 
     **Arguments:**
 
     - `problem`: for one TPU.
-    - `tiles`: the blocks of each; none are the most promising candidates.
+    - `tiles`: the numbers of each; none are the most promising candidates.
     - `candidates`: how many of those.
     """
     assert problem.device is not None
     if tiles:
-        named = [TileConfig(*blocks).clipped_to(problem.matmul) for blocks in tiles]
+        named = [TileConfig(*numbers).clipped_to(problem.matmul) for numbers in tiles]
     else:
         named = list(tile_candidates(problem, most=candidates))
     named = list(dict.fromkeys(named))

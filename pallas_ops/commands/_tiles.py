@@ -98,7 +98,7 @@ def list_(as_json: bool) -> None:
             dtypes,
             key["device"] or "any",
             key["implementation"],
-            "x".join(map(str, entry.tile.blocks)),
+            entry.tile.label,
             "" if entry.seconds is None else format_seconds(entry.seconds),
             entry.source,
             _how_used(stored),

@@ -174,7 +174,7 @@ def why_json(why: Why) -> dict[str, Any]:
     return {
         "problem": problem_key(problem) | {"m": problem.m},
         "steps": [step.as_json() for step in why.steps],
-        "tile": list(resolution.tile.blocks),
+        "tile": list(resolution.tile.numbers),
         "source": resolution.source,
         "reason": resolution.reason,
         "vmem_estimate_bytes": why.vmem_bytes,

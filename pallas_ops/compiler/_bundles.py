@@ -81,7 +81,7 @@ _STARTS = re.compile(r"Start(?:/End empty)? region (\d+)")
 _ENDS = re.compile(r"(?<!Start/)End region (\d+)")
 _DEFINITION = re.compile(
     r"%(p\w+) = (scmp\.\w+\.[su]32\.totalorder|por|pand|pnand|pneg|pmov) "
-    r"(?:/\*[^*]*\*/)?([!%\w-]+)(?:, ([!%\w-]+))?"
+    r"(?:\(!?%\w+\), )?(?:/\*[^*]*\*/)?([!%\w-]+)(?:, ([!%\w-]+))?"
 )
 
 

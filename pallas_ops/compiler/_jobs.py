@@ -18,6 +18,7 @@ class CompileJob:
     - `blocks`: the block sizes of m, k and n for our kernel; `None` compiles XLA's own dot.
     - `vmem_limit_bytes`: the scoped VMEM limit in bytes; `None` is the compiler's default.
     - `textbook`: whether our kernel is as tutorials have it, as in `pallas_matmul`.
+    - `prologue_parts`: in how many parts our kernel fetches its first blocks.
     """
 
     problem: MatmulProblem
@@ -25,6 +26,7 @@ class CompileJob:
     blocks: tuple[int, int, int] | None = None
     vmem_limit_bytes: int | None = None
     textbook: bool = False
+    prologue_parts: int = 1
 
 
 @dataclasses.dataclass(frozen=True)

@@ -52,7 +52,9 @@ def roofline_seconds(problem: MatmulProblem, chip: Chip) -> float:
     return max(compute, problem.bytes_accessed / chip.bytes_per_second)
 
 
-def lower_bound_seconds(problem: MatmulProblem, blocks: tuple[int, int, int], chip: Chip) -> float:
+def lower_bound_seconds(
+    problem: MatmulProblem, blocks: tuple[int, int, int], chip: Chip, *, prologue_parts: int = 1
+) -> float:
     """A time that no schedule of these blocks can beat in the model: its MXUs never wait for it.
 
     A product with a vector may be summed without them: it is taken to cost its transfers alone.
@@ -63,8 +65,10 @@ def lower_bound_seconds(problem: MatmulProblem, blocks: tuple[int, int, int], ch
     rate = peak_operations_per_second(problem, chip) / (2 * chip.clock_hertz)
     cycles = math.floor(filled / rate)
     step = StepCost(cycles, cycles, cycles, 0, 0, 0, 0, 0)
-    ideal = KernelSchedule(step, step, step, 0, 0, cycles)
-    return predict(problem, blocks, ideal, chip).seconds
+    of_part = cycles // prologue_parts
+    part = StepCost(of_part, of_part, of_part, 0, 0, 0, 0, 0)
+    ideal = KernelSchedule(step, step, step, 0, 0, cycles, start=part, part=part)
+    return predict(problem, blocks, ideal, chip, prologue_parts=prologue_parts).seconds
 
 
 def judge(
@@ -108,7 +112,13 @@ def judge(
             if verdict.schedule is not None:
                 assert job.blocks is not None
                 on = chip(job.device)
-                prediction = predict(job.problem, job.blocks, verdict.schedule, on)
+                prediction = predict(
+                    job.problem,
+                    job.blocks,
+                    verdict.schedule,
+                    on,
+                    prologue_parts=job.prologue_parts,
+                )
                 rival = rival_of[job]
                 best[rival] = min(best.get(rival, math.inf), prediction.seconds)
             judged[job] = Judgement(job, verdict, prediction)
@@ -120,7 +130,10 @@ def judge(
         if fastest is None:
             return True
         assert job.blocks is not None
-        return lower_bound_seconds(job.problem, job.blocks, chip(job.device)) <= fastest
+        least = lower_bound_seconds(
+            job.problem, job.blocks, chip(job.device), prologue_parts=job.prologue_parts
+        )
+        return least <= fastest
 
     for job in jobs:
         waiting.setdefault(job if shared is None else stand_in(job), []).append(job)

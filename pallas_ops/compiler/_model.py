@@ -54,6 +54,10 @@ class _Step:
     """For the step that follows."""
     stored_bytes: int
     """Of the output block that is finished."""
+    parts: tuple[float, ...] = ()
+    """When each part of its blocks arrives, where they come in parts."""
+    part_cycles: int = 0
+    """What each part takes, beside `cycles`."""
 
 
 def _padded_bytes(rows: int, columns: int, itemsize: int) -> int:
@@ -181,9 +185,16 @@ class _Pipeline:
 
     def run(self, step: _Step) -> None:
         arrive = self.transfer(step.fetched_bytes) if step.fetched_bytes else self.now
-        self.now = max(self.now, self.blocks_arrive) + step.cycles
+        begins, cycles = max(self.now, self.blocks_arrive), step.cycles
+        if step.parts:
+            # What is left of it runs while the first part is fetched.
+            cycles = step.part_cycles
+            begins = max(self.now + step.cycles, step.parts[0])
+            for part in step.parts[1:]:
+                begins = max(begins + cycles, part)
+        self.now = begins + cycles
         self.blocks_arrive = arrive
-        self.computed += step.cycles
+        self.computed += step.cycles + len(step.parts) * step.part_cycles
         self.mxu += step.mxu_cycles
         stored_before, self.store_ends = self.store_ends, None
         if step.stored_bytes:
@@ -220,6 +231,7 @@ def predict(
     schedule: KernelSchedule,
     chip: Chip,
     *,
+    prologue_parts: int = 1,
     in_hbm: tuple[bool, bool] = (True, True),
     transposed_out: bool = False,
 ) -> Prediction:
@@ -235,6 +247,8 @@ def predict(
     - `problem`, `blocks`: the kernel.
     - `schedule`: what the compiler made of it.
     - `chip`: where it runs.
+    - `prologue_parts`: in how many parts the first blocks are fetched; each is multiplied when it
+        is there.
     - `in_hbm`: whether lhs, and rhs, is fetched from HBM, and not in VMEM already.
     - `transposed_out`: whether the result is stored as (n, m).
     """
@@ -244,11 +258,26 @@ def predict(
         latency=chip.dma_latency_seconds * chip.clock_hertz,
         now=float(schedule.prologue_bundles),
     )
-    pipeline.blocks_arrive = pipeline.transfer(grid.lhs_bytes(0, 0) + grid.rhs_bytes(0, 0))
+    first_bytes = grid.lhs_bytes(0, 0) + grid.rhs_bytes(0, 0)
+    parts = [pipeline.transfer(first_bytes // prologue_parts) for _ in range(prologue_parts)]
+    pipeline.blocks_arrive = parts[-1]
+
+    def in_parts(step: _Step) -> _Step:
+        """The very first step, whose blocks come in parts."""
+        start, part = schedule.start, schedule.part
+        assert start is not None
+        assert part is not None
+        return dataclasses.replace(
+            step,
+            cycles=start.cycles - part.cycles,
+            parts=tuple(parts),
+            part_cycles=part.cycles,
+        )
 
     def run_row(batch: int, m: int) -> None:
-        for step in grid.row(batch, m):
-            pipeline.run(step)
+        for number, step in enumerate(grid.row(batch, m)):
+            is_start = prologue_parts > 1 and batch == m == number == 0
+            pipeline.run(in_parts(step) if is_start else step)
 
     def run_alike(run, count: int) -> None:
         """Runs `count` units, of which all but the first and the last are alike, until one

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections import defaultdict
+from collections.abc import Mapping
 
 from ._bundles import Program, region_starts, UnreadableScheduleError
 
@@ -49,6 +50,9 @@ class KernelSchedule:
     - `prologue_bundles`, `epilogue_bundles`: what runs once before and after the loop.
     - `bundles`: all bundles of the kernel.
     - `inner_loops`: how many loops there are inside the one over the grid.
+    - `start`, `part`: where the first blocks come in parts, the cost of the very first step with a
+        single part, and of each part; else `None`. Where there is no other step, `first`, `middle`
+        and `last` are that one.
     """
 
     first: StepCost
@@ -58,10 +62,15 @@ class KernelSchedule:
     epilogue_bundles: int
     bundles: int
     inner_loops: int = 0
+    start: StepCost | None = None
+    part: StepCost | None = None
 
 
 def read_schedule(
-    program: Program, rows_per_cycle: dict[int, float], last_steps: frozenset[int]
+    program: Program,
+    rows_per_cycle: dict[int, float],
+    last_steps: frozenset[int],
+    prologue_parts: int = 1,
 ) -> KernelSchedule:
     """Finds the loop over the grid, and the ways through it.
 
@@ -74,10 +83,11 @@ def read_schedule(
     - `last_steps`: the last place along each axis of the grid that is summed and has several.
     - `rows_per_cycle`: how many rows an MXU takes in a cycle, by the rows in one register: those of
         narrow dtypes are more, and go faster.
+    - `prologue_parts`: of the first blocks. With several, a loop over them multiplies.
 
     **Raises:**
 
-    `UnreadableScheduleError` where a loop inside that one multiplies.
+    `UnreadableScheduleError` where another loop inside that one multiplies.
     """
     bundles = program.bundles
     starts = region_starts(bundles)
@@ -85,38 +95,90 @@ def read_schedule(
     for address, bundle in enumerate(bundles):
         if bundle.branch is not None and starts.get(bundle.branch[1], len(bundles)) <= address:
             loops.append((starts[bundle.branch[1]], address))
-    if loops:
+    multiplying = [loop for loop in loops if any(bundles[at].matmuls for at in range(*loop))]
+    # In a grid of one step, the loop over the parts of the first blocks is the only one.
+    in_one_step = prologue_parts > 1 and len(multiplying) == 1
+    if loops and not in_one_step:
         start, end = max(loops, key=lambda loop: loop[1] - loop[0])
         end = min(end + 1 + program.delay_slots, len(bundles))
     else:  # a grid of one step
         start, end = 0, len(bundles)
-    copies = [(first, last) for first, last in loops if start < first and last < end]
-    if any(program.bundles[at].matmuls for loop in copies for at in range(loop[0], loop[1] + 1)):
-        raise UnreadableScheduleError("a loop inside the grid's multiplies, how often is not said")
-    places = {kind: _Place(kind, last_steps) for kind in STEPS}
-    paths = {kind: _path(program, starts, start, end, places[kind]) for kind in STEPS}
-    costs = {kind: _cost(program, path, rows_per_cycle) for kind, path in paths.items()}
+    inside = [(first, last) for first, last in loops if start < first and last < end]
+    over_parts = [loop for loop in inside if loop in multiplying]
+    if len(over_parts) != (prologue_parts > 1):
+        raise UnreadableScheduleError(
+            f"{len(over_parts)} loops inside the grid's multiply, how often is not said"
+        )
+    is_start: dict[tuple[str, str], bool] = {}
+    if over_parts and not in_one_step:
+        is_start = _skips(program, starts, *over_parts[0])
+
+    def cost(place: _Place) -> StepCost:
+        return _cost(program, _path(program, starts, start, end, place), rows_per_cycle)
+
+    later = {pair: not equal for pair, equal in is_start.items()}
+    costs = {kind: cost(_Place(kind, last_steps, later)) for kind in STEPS}
+    of_start = of_part = None
+    if over_parts:
+        of_start = cost(_Place("first", last_steps, is_start))
+        first, last = over_parts[0]
+        of_part = _cost(program, list(range(first, last + 1 + program.delay_slots)), rows_per_cycle)
+        rows = of_start.rows + (prologue_parts - 1) * of_part.rows
+        if not in_one_step and rows != costs["first"].rows:
+            raise UnreadableScheduleError(
+                f"{rows} rows in the first step, {costs['first'].rows} in others"
+            )
     return KernelSchedule(
         **costs,
+        start=of_start,
+        part=of_part,
         prologue_bundles=start,
         epilogue_bundles=len(bundles) - end,
         bundles=len(bundles),
-        inner_loops=len(copies),
+        inner_loops=len(inside) - len(over_parts),
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Where in the sum a step is: its kind, and what the last place is compared with."""
+    """Where in the sum a step is: its kind, and what the last place is compared with.
+
+    `known` holds comparisons whose outcome is known: of which two operands, and whether they are
+    equal.
+    """
 
     kind: str
     last_steps: frozenset[int]
+    known: Mapping[tuple[str, str], bool] = dataclasses.field(default_factory=dict)
 
-    def equals(self, constant: int) -> bool | None:
+    def equals(self, compared: str, constant: int) -> bool | None:
         """Whether the step's place in the sum is this; `None` where something else is compared."""
+        known = self.known.get((compared, str(constant)))
+        if known is not None:
+            return known
         if not self.last_steps or constant not in (0, *self.last_steps):
             return None
         return self.kind == ("first" if constant == 0 else "last")
+
+
+def _skips(
+    program: Program, starts: dict[int, int], first: int, last: int
+) -> dict[tuple[str, str], bool]:
+    """What is compared where a loop is skipped, and whether it is equal where it is run."""
+    for address in reversed(range(first)):
+        branch = program.bundles[address].branch
+        if branch is None or starts.get(branch[1], 0) <= last:
+            continue
+        predicate = branch[0]
+        definition = None if predicate is None else program.definitions.get(predicate.register)
+        if predicate is None or definition is None:
+            break
+        operation, left, right = definition
+        if operation.split(".")[:2] in (["scmp", "eq"], ["scmp", "ne"]):
+            # The branch skips the loop where the comparison holds, unless it is negated.
+            return {(left, right): (operation.split(".")[1] == "eq") == predicate.negated}
+        break
+    raise UnreadableScheduleError("when the loop over the parts of the first blocks is run")
 
 
 def _path(
@@ -166,7 +228,7 @@ def _evaluate(program: Program, register: str, place: _Place, depth: int = 0) ->
         relation = operation.split(".")[1]
         if relation not in ("eq", "ne") or not right.isdecimal():
             return None
-        equal = place.equals(int(right))
+        equal = place.equals(left, int(right))
         return None if equal is None else equal == (relation == "eq")
     if operation in ("pneg", "pmov"):
         value = operand(left)

@@ -69,7 +69,11 @@ def answer(job: CompileJob, folder: pathlib.Path) -> Verdict:
         product = functools.partial(xla_matmul, problem)
     else:
         kernel = pallas_matmul(
-            problem, *job.blocks, vmem_limit_bytes=job.vmem_limit_bytes, textbook=job.textbook
+            problem,
+            *job.blocks,
+            vmem_limit_bytes=job.vmem_limit_bytes,
+            textbook=job.textbook,
+            prologue_parts=job.prologue_parts,
         )
 
         def from_hbm(lhs, rhs, *columns):
@@ -191,7 +195,7 @@ def find_schedule(folder: pathlib.Path, job: CompileJob) -> KernelSchedule:
     sizes = [*(size for size, is_summed in summed if is_summed), -(-problem.k // block_k)]
     last_steps = frozenset(size - 1 for size in sizes if size > 1)
     program = read_program((folder / found[0]).read_text(errors="replace"))
-    schedule = read_schedule(program, chip(job.device).rates, last_steps)
+    schedule = read_schedule(program, chip(job.device).rates, last_steps, job.prologue_parts)
     # A product with one vector is summed without an MXU.
     if not schedule.middle.matmuls and 1 not in (problem.m, problem.n):
         raise UnreadableScheduleError("it holds no matrix multiplication that was recognised")

@@ -21,5 +21,10 @@ from ._problem import (
     problem_of as problem_of,
     promoted_dtype as promoted_dtype,
 )
+from ._prologue import (
+    grid_steps as grid_steps,
+    operand_buffers as operand_buffers,
+    why_no_parts as why_no_parts,
+)
 from ._run import run_kernel as run_kernel
 from ._xla import xla_matmul as xla_matmul

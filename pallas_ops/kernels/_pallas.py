@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,9 +13,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ._problem import MatmulProblem, promoted_dtype
+from ._prologue import Prologue
 
 
-KERNEL_VERSION = 2
+KERNEL_VERSION = 3
 """Part of the key of stored tiles: raise it whenever another tile may have become the best."""
 
 # Highest precision splits each float32 operand into three bfloat16 pieces in the MXU. Products of
@@ -135,10 +136,20 @@ def _matmul_kernel(
     reduction_axes: tuple[int, ...],
     grid: tuple[int, ...],
     interpreted: bool,
+    steps: Sequence[jax.Array] | None = None,
+    parts: int = 1,
+    part: Callable[[jax.Array], tuple[jax.Array, jax.Array]] | None = None,
 ):
-    """One step of the grid: one block of the output, one block of k."""
+    """One step of the grid: one block of the output, one block of k.
+
+    `steps` is where in the grid it is, for a caller who calls inside of a condition.
+
+    Where `part` is given, it is the very first step, whose blocks come in `parts` along k, each
+    when `part` returns it; there are no references to whole blocks then.
+    """
     block_k, k_axis = block_shape[1], reduction_axes[-1]
-    k_step, k_steps = pl.program_id(k_axis), grid[k_axis]
+    steps = [pl.program_id(axis) for axis in range(len(grid))] if steps is None else steps
+    k_step, k_steps = steps[k_axis], grid[k_axis]
     ragged = problem.k % block_k != 0
     read = len(problem.columns)
     column_refs, out_refs = refs[:read], refs[read : read + problem.outputs]
@@ -156,14 +167,29 @@ def _matmul_kernel(
             out_ref[...] = output.astype(out_ref.dtype)
 
     long_axes = [axis for axis in reduction_axes if grid[axis] > 1]
+    if part is not None:
+        (accumulator_ref,) = scratch
+
+        @pl.loop(0, parts)
+        def _(index):
+            # What is read before the part is there would be kept in registers until then.
+            lhs, rhs = part(index)
+            nothing = jnp.zeros((), accumulator_ref.dtype)
+            before = jnp.where(index == 0, nothing, accumulator_ref[...])
+            accumulator_ref[...] = before + _block_product(lhs, rhs, problem, None, interpreted)
+
+        if not long_axes:
+            store(accumulator_ref[...])
+        return
+
     if not long_axes:
         # A single step: no accumulator to fill and to read again.
         store(product(masked=ragged))
         return
 
     (accumulator_ref,) = scratch
-    first = functools.reduce(jnp.logical_and, [pl.program_id(a) == 0 for a in long_axes])
-    last = functools.reduce(jnp.logical_and, [pl.program_id(a) == grid[a] - 1 for a in long_axes])
+    first = functools.reduce(jnp.logical_and, [steps[a] == 0 for a in long_axes])
+    last = functools.reduce(jnp.logical_and, [steps[a] == grid[a] - 1 for a in long_axes])
 
     if textbook:
 
@@ -224,6 +250,7 @@ def pallas_matmul(
     interpret: Any = False,
     vmem_limit_bytes: int | None = None,
     textbook: bool = False,
+    prologue_parts: int = 1,
 ) -> Callable[..., jax.Array | tuple[jax.Array, ...]]:
     """The Pallas call that computes `problem` with one choice of blocks.
 
@@ -239,6 +266,8 @@ def pallas_matmul(
     - `vmem_limit_bytes`: the scoped VMEM limit in bytes; `None` is the compiler's default.
     - `textbook`: as tutorials have it, to predict what they measured: the first step fills the
         accumulator with zeros, and the last one stores it after adding.
+    - `prologue_parts`: in how many parts of k the first blocks are fetched, see `Prologue`. With
+        more than one, the steps run in order, on one TensorCore.
 
     **Returns:**
 
@@ -281,26 +310,38 @@ def pallas_matmul(
     column_specs = [block_spec(array.shape, (1, None), n) for array in problem.columns]
     out_specs = [block_spec(problem.out_shape, m, n) for _ in range(problem.outputs)]
 
-    accumulates = any(grid[axis] > 1 for axis in reduction_axes)
+    prologue = None
+    if prologue_parts > 1:
+        prologue = Prologue(problem, (block_m, block_k, block_n), prologue_parts)
+    accumulates = prologue is not None or any(grid[axis] > 1 for axis in reduction_axes)
     scratch = [pltpu.VMEM((block_m, block_n), problem.accumulator_dtype)] if accumulates else []
+    kernel = functools.partial(
+        _matmul_kernel,
+        problem=problem,
+        block_shape=(block_m, block_k, block_n),
+        textbook=textbook,
+        reduction_axes=reduction_axes,
+        grid=grid,
+        interpreted=bool(interpret),
+        parts=prologue_parts,
+    )
+    sequential_axes = reduction_axes
+    if prologue is not None:
+        kernel = functools.partial(prologue.kernel, step=kernel)
+        lhs_spec = rhs_spec = pl.BlockSpec(memory_space=pl.ANY)
+        scratch += prologue.scratch
+        # A step fetches for the one after it.
+        sequential_axes = tuple(range(len(grid)))
     call = functools.partial(
         pl.pallas_call,
-        functools.partial(
-            _matmul_kernel,
-            problem=problem,
-            block_shape=(block_m, block_k, block_n),
-            textbook=textbook,
-            reduction_axes=reduction_axes,
-            grid=grid,
-            interpreted=bool(interpret),
-        ),
+        kernel,
         grid=grid,
         in_specs=[lhs_spec, rhs_spec, *column_specs],
         out_specs=out_specs,
         scratch_shapes=scratch,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=tuple(
-                "arbitrary" if axis in reduction_axes else "parallel" for axis in range(len(grid))
+                "arbitrary" if axis in sequential_axes else "parallel" for axis in range(len(grid))
             ),
             vmem_limit_bytes=vmem_limit_bytes,
         ),

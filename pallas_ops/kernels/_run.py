@@ -14,6 +14,7 @@ def run_kernel(
     *operands: jax.Array,
     implementation: str,
     vmem_limit_bytes: int | None = None,
+    prologue_parts: int = 1,
 ) -> jax.Array | tuple[jax.Array, ...]:
     """The product by the kernel; of a problem with an epilogue, all of its outputs.
 
@@ -24,16 +25,18 @@ def run_kernel(
     - `*operands`: lhs, rhs, and what the epilogue reads.
     - `implementation`: `"mosaic"`, `"interpret"` or `"tpu_interpret"`.
     - `vmem_limit_bytes`: the scoped VMEM limit in bytes; `None` is the compiler's default.
+    - `prologue_parts`: as in `pallas_matmul`.
     """
     if problem.is_empty:
         # Nothing to multiply: what is left to do is no matter of blocks.
         return xla_matmul(problem, *operands)
     if implementation == "tpu_interpret":
-        return tpu_interpret_matmul(problem, blocks, *operands)
+        return tpu_interpret_matmul(problem, blocks, *operands, prologue_parts=prologue_parts)
     kernel = pallas_matmul(
         problem,
         *blocks,
         interpret=implementation == "interpret",
         vmem_limit_bytes=vmem_limit_bytes,
+        prologue_parts=prologue_parts,
     )
     return kernel(*operands)

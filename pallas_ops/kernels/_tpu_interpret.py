@@ -17,13 +17,18 @@ _lock = threading.Lock()
 
 
 @functools.lru_cache(maxsize=256)
-def _jitted_call(problem: MatmulProblem, blocks: tuple[int, int, int]) -> Callable:
+def _jitted_call(
+    problem: MatmulProblem, blocks: tuple[int, int, int], prologue_parts: int
+) -> Callable:
     params = pltpu.InterpretParams(out_of_bounds_reads="uninitialized")
-    return jax.jit(pallas_matmul(problem, *blocks, interpret=params))
+    return jax.jit(pallas_matmul(problem, *blocks, interpret=params, prologue_parts=prologue_parts))
 
 
 def tpu_interpret_matmul(
-    problem: MatmulProblem, blocks: tuple[int, int, int], *operands: jax.Array
+    problem: MatmulProblem,
+    blocks: tuple[int, int, int],
+    *operands: jax.Array,
+    prologue_parts: int = 1,
 ) -> jax.Array | tuple[jax.Array, ...]:
     """The product, computed on the host in a callback.
 
@@ -34,7 +39,8 @@ def tpu_interpret_matmul(
     def on_host(*operands):
         cpu = jax.local_devices(backend="cpu")[0]
         with _lock, jax.default_device(cpu):
-            return jax.tree.map(np.asarray, _jitted_call(problem, blocks)(*operands))
+            call = _jitted_call(problem, blocks, prologue_parts)
+            return jax.tree.map(np.asarray, call(*operands))
 
     out = jax.ShapeDtypeStruct(problem.out_shape, problem.out_dtype)
     return jax.pure_callback(

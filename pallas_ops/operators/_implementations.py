@@ -79,6 +79,7 @@ def _kernel(*operands: jax.Array, implementation: str, **call: Any) -> Any:
         *operands,
         implementation=implementation,
         vmem_limit_bytes=resolution.vmem_limit_bytes,
+        prologue_parts=int(resolution.tile.prologue_parts),
     )
 
 

@@ -89,16 +89,16 @@ def agreed(
     name = _name(problem, who)
     if index == 0:
         resolution = decide()
-        fields = [resolution.tile.blocks, resolution.source, resolution.vmem_limit_bytes]
+        fields = [resolution.tile.numbers, resolution.source, resolution.vmem_limit_bytes]
         client.key_value_set(name, json.dumps([*fields, resolution.reason]), allow_overwrite=True)
         return remember(question, resolution)
     answer = _answer_of_process_0(client, index, name, problem, timeout_seconds)
     if answer is None:
         # Not remembered: process 0 may be late.
         return otherwise()
-    blocks, source, limit, reason = json.loads(answer)
+    numbers, source, limit, reason = json.loads(answer)
     return remember(
-        question, Resolution(TileConfig(*blocks), source, limit, f"process 0's: {reason}")
+        question, Resolution(TileConfig(*numbers), source, limit, f"process 0's: {reason}")
     )
 
 

@@ -143,9 +143,7 @@ class AutotuneResolver:
             source="autotune",
             reason=f"{seconds * 1e6:.4g} us at m={problem.m}: {tried}",
             seconds=seconds,
-            failures={
-                "x".join(map(str, tile.blocks)): why for tile, why in result.failures.items()
-            },
+            failures={tile.label: why for tile, why in result.failures.items()},
         )
         TileStore(directory).put(entry)
         resolution = Resolution(result.winner, "autotune", reason=entry.reason)

@@ -153,5 +153,5 @@ def compiler_entry(problem: TileProblem, ranking: Ranking) -> Entry:
         vmem_limit_bytes=judgement.job.vmem_limit_bytes,
         source=COMPILER_SOURCE,
         reason=reason,
-        failures={"x".join(map(str, tile.blocks)): why for tile, why in ranking.failures.items()},
+        failures={tile.label: why for tile, why in ranking.failures.items()},
     )

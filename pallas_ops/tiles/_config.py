@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from ..kernels import MatmulProblem
+from ..kernels import MatmulProblem, why_no_parts
 
 
 LANES = 128
@@ -16,21 +16,28 @@ def sublanes(dtype: np.dtype) -> int:
     return 8 * 4 // min(dtype.itemsize, 4)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class TileConfig:
     """The block sizes of one matrix multiplication.
 
     A block larger than its axis is cut down to the whole axis.
+
+    Nothing is multiplied while the first blocks are fetched, unless they come in parts: then each
+    is multiplied while the next one is fetched. The steps of such a kernel run in order, on one
+    TensorCore, where those of another may be shared between the two of a v4 or v5p. It is for
+    products without leading axes, with blocks that divide m, k and n evenly and are multiples of
+    what a TPU packs; anything else is computed as if `prologue_parts` were 1.
 
     **Arguments:**
 
     - `block_m`: rows of the left operand and of the result.
     - `block_k`: the part of the contracted axis that one step multiplies.
     - `block_n`: columns of the right operand and of the result.
+    - `prologue_parts`: in how many parts of k the first blocks are fetched.
 
     **Raises:**
 
-    `TypeError` where a block is not an integer, `ValueError` where it is not positive. Whether a
+    `TypeError` where one is not an integer, `ValueError` where it is not positive. Whether a
     TPU takes the blocks depends on shapes, dtypes and layout, and is checked when the
     multiplication is compiled.
     """
@@ -38,6 +45,7 @@ class TileConfig:
     block_m: int | np.integer
     block_k: int | np.integer
     block_n: int | np.integer
+    prologue_parts: int | np.integer = 1
 
     def __post_init__(self):
         for name, value in list(vars(self).items()):
@@ -52,10 +60,28 @@ class TileConfig:
     def blocks(self) -> tuple[int, int, int]:
         return (int(self.block_m), int(self.block_k), int(self.block_n))
 
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The blocks, and the parts of the first ones if there are several: as it is written."""
+        return (*self.blocks, int(self.prologue_parts)) if self.prologue_parts > 1 else self.blocks
+
+    @property
+    def label(self) -> str:
+        """The numbers in one word."""
+        return "x".join(map(str, self.numbers))
+
+    def __repr__(self) -> str:
+        names = (field.name for field in dataclasses.fields(self))
+        told = (f"{name}={number}" for name, number in zip(names, self.numbers, strict=False))
+        return f"TileConfig({', '.join(told)})"
+
     def clipped_to(self, problem: MatmulProblem) -> "TileConfig":
-        """These blocks, none of them larger than its axis."""
+        """These blocks, none of them larger than its axis, in parts where that can be."""
         axes = (problem.m, problem.k, problem.n)
-        return TileConfig(*(min(pair) for pair in zip(self.blocks, axes, strict=True)))
+        m, k, n = (min(pair) for pair in zip(self.blocks, axes, strict=True))
+        parts = int(self.prologue_parts)
+        can_be = why_no_parts(problem, (m, k, n), parts, block_granules(problem)) is None
+        return TileConfig(m, k, n, parts if can_be else 1)
 
 
 def block_granules(problem: MatmulProblem) -> tuple[int, int, int]:

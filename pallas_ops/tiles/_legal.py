@@ -36,7 +36,8 @@ def nearest_legal(problem: MatmulProblem, tile: TileConfig) -> TileConfig:
             # The smaller one of two that are as near: it takes less VMEM.
             block = min(legal, key=lambda near: (abs(near - block), near))
         blocks.append(min(block, size))
-    return TileConfig(*blocks)
+    m, k, n = blocks
+    return TileConfig(m, k, n, tile.prologue_parts).clipped_to(problem)
 
 
 def shrink_to_fit(problem: MatmulProblem, targets: tuple[int, int, int], budget: int) -> TileConfig:
@@ -108,7 +109,8 @@ def vmem_limit_bytes(problem: TileProblem, tile: TileConfig) -> int | None:
     """
     needed = estimate_vmem_bytes(problem.matmul, tile)
     default, capacity = scoped_vmem_limit_bytes(problem.device), _most_vmem_bytes(problem.device)
-    if needed + COMPILER_MARGIN_BYTES <= default or capacity <= default:
+    added = max(COMPILER_MARGIN_BYTES, needed // 3)
+    if needed + added <= default or capacity <= default:
         return None
     return min(needed * 3 // 2 + COMPILER_MARGIN_BYTES, capacity)
 

@@ -20,7 +20,13 @@ def compile_job(problem: TileProblem, tile: TileConfig) -> CompileJob:
     if problem.device is None:
         raise ValueError("The TPU compiler compiles for one TPU, and none is named.")
     limit = vmem_limit_bytes(problem, tile)
-    return CompileJob(problem.matmul, problem.device, tile.blocks, limit)
+    return CompileJob(
+        problem.matmul,
+        problem.device,
+        tile.blocks,
+        limit,
+        prologue_parts=int(tile.prologue_parts),
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -74,7 +74,7 @@ class Entry:
         # The words of a compiler may hold anything, and no file with that is read again.
         failures = {tile: _UNPRINTABLE.sub("?", why) for tile, why in self.failures.items()}
         reason = _UNPRINTABLE.sub("?", self.reason)
-        fields = dict(vars(self), tile=list(self.tile.blocks), reason=reason, failures=failures)
+        fields = dict(vars(self), tile=list(self.tile.numbers), reason=reason, failures=failures)
         return {"schema": SCHEMA, **fields}
 
     @staticmethod

@@ -80,6 +80,7 @@ def _is_right(problem: TileProblem, tile: TileConfig, operands) -> bool:
         *operands,
         implementation=problem.implementation,
         vmem_limit_bytes=vmem_limit_bytes(problem, tile),
+        prologue_parts=int(tile.prologue_parts),
     )
     expected = jax.jit(functools.partial(xla_matmul, matmul))(*operands)
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)

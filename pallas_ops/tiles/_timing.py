@@ -60,6 +60,7 @@ def lower_chain(
         tile.blocks,
         implementation=implementation,
         vmem_limit_bytes=vmem_limit_bytes,
+        prologue_parts=int(tile.prologue_parts),
     )
 
     def from_hbm(lhs, rhs, *columns):

@@ -4,7 +4,13 @@ import numpy as np
 from jax import lax
 
 from .._hardware import find_generation
-from ..kernels import is_matrix_vector, kernel_precision, MatmulProblem, multiplied_dtype
+from ..kernels import (
+    is_matrix_vector,
+    kernel_precision,
+    MatmulProblem,
+    multiplied_dtype,
+    operand_buffers,
+)
 from ._config import LANES, sublanes, TileConfig
 
 
@@ -39,13 +45,16 @@ def estimate_vmem_bytes(problem: MatmulProblem, tile: TileConfig) -> int:
     m, k, n = tile.blocks
     lhs = (k, m) if problem.transpose_lhs else (m, k)
     rhs = (n, k) if problem.transpose_rhs else (k, n)
-    blocks = (
-        _padded_bytes(*lhs, problem.lhs_dtype)
-        + _padded_bytes(*rhs, problem.rhs_dtype)
-        + problem.outputs * _padded_bytes(m, n, problem.out_dtype)
-        + sum(_padded_bytes(1, n, columns.dtype) for columns in problem.columns)
+    lhs_buffers, rhs_buffers, in_parts = 2, 2, tile.prologue_parts > 1
+    if in_parts:
+        lhs_buffers, rhs_buffers = operand_buffers(problem, tile.blocks)
+    buffers = (
+        lhs_buffers * _padded_bytes(*lhs, problem.lhs_dtype)
+        + rhs_buffers * _padded_bytes(*rhs, problem.rhs_dtype)
+        + 2 * problem.outputs * _padded_bytes(m, n, problem.out_dtype)
+        + 2 * sum(_padded_bytes(1, n, columns.dtype) for columns in problem.columns)
     )
-    steps = k < problem.k or any(problem.sum_leading)
+    steps = k < problem.k or any(problem.sum_leading) or in_parts
     accumulator = _padded_bytes(m, n, problem.accumulator_dtype) if steps else 0
     # What is not of the dtype in which they are multiplied is copied to it.
     dtype = multiplied_dtype(problem)
@@ -62,7 +71,7 @@ def estimate_vmem_bytes(problem: MatmulProblem, tile: TileConfig) -> int:
     if problem.transpose_lhs and problem.k % k:
         # Masked at the edge of k and then transposed (16.3 of 16 MiB, bfloat16, libtpu 0.0.42).
         copies += _padded_bytes(*lhs, problem.lhs_dtype)
-    return 2 * blocks + accumulator + copies
+    return buffers + accumulator + copies
 
 
 def scoped_vmem_limit_bytes(device: str | None) -> int:

@@ -19,6 +19,7 @@ FIELDS = {
     "block_m",
     "block_k",
     "block_n",
+    "prologue_parts",
     "compiles",
     "error",
     "vmem_bytes",
@@ -113,6 +114,14 @@ def test_the_best_of_the_candidates():
     assert "UNCALIBRATED: no published timings of a v6e" in text
     assert "The best 2 of 4 that were compiled." in text
     assert "Predicted, not measured: schedules of libtpu" in text
+
+
+def test_a_tile_whose_first_blocks_come_in_parts():
+    tiles = ("--tile", "256,1024,512", "--tile", "256,1024,512,4")
+    first, second = _json(1024, 1024, 1024, *tiles)["tiles"]
+    assert (first["prologue_parts"], second["prologue_parts"]) == (4, 1)
+    assert first["predicted_us"] < second["predicted_us"]
+    assert "256x1024x512x4 " in _run(1024, 1024, 1024, *tiles).stdout
 
 
 def test_tiles_that_are_none(monkeypatch):

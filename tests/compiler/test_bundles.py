@@ -101,5 +101,5 @@ def test_a_loop_inside_that_multiplies_is_an_error():
     inner = TEXT.replace(
         "   0xb   : >", "   0xb   : > { %9 = sbr.rel (%p9_p9) target = $region40 }  ;; "
     ).replace("0x9 PF: >", "0x9 PF: > ")
-    with pytest.raises(UnreadableScheduleError, match="a loop inside the grid's multiplies"):
+    with pytest.raises(UnreadableScheduleError, match="1 loops inside the grid's multiply"):
         read_schedule(read_program(inner), RATES, frozenset({3}))

@@ -17,7 +17,7 @@ from pallas_ops.compiler import (
     roofline_seconds,
 )
 
-from .tools import problem, schedule
+from .tools import problem, schedule, step
 
 
 V5E = chip("v5e")
@@ -101,6 +101,26 @@ def test_a_step_by_hand():
     assert found.seconds == pytest.approx(expected + 1500 / V5E.clock_hertz)
 
 
+def test_a_step_in_parts_by_hand():
+    """Each part is multiplied when it is there, and the one before it is done."""
+    given, blocks, size = problem(128, 512, 128), (128, 512, 128), 2 * 128 * 512 * 2
+    part_seconds = size / 4 / V5E.bytes_per_second
+
+    def found(cycles):
+        start, part = step(cycles + 200), step(cycles)
+        in_parts = dataclasses.replace(schedule(1, 1, 1), start=start, part=part)
+        return predict(given, blocks, in_parts, V5E, prologue_parts=4)
+
+    output = 128 * 128 * 2 / V5E.bytes_per_second + V5E.dma_latency_seconds
+    # Slow parts: only the first one is waited for. Fast ones: the last one ends it.
+    slow, fast = found(3000), found(10)
+    arrives = V5E.dma_latency_seconds + part_seconds
+    assert slow.seconds == pytest.approx(arrives + 4 * 3000 / V5E.clock_hertz + output)
+    assert fast.seconds == pytest.approx(arrives + 3 * part_seconds + 10 / V5E.clock_hertz + output)
+    assert slow.compute_seconds == pytest.approx((4 * 3000 + 200) / V5E.clock_hertz)
+    assert slow.hbm_bytes == size + 128 * 128 * 2
+
+
 def test_bound():
     given = problem(4096, 4096, 4096)
     blocks = (1024, 1024, 1024)
@@ -133,5 +153,7 @@ def test_the_lower_bound_is_one(blocks):
     given = problem(4096, 4096, 4096)
     bound = lower_bound_seconds(given, blocks, V5E)
     cycles = math.prod(blocks) // (4 * 128 * 128)
-    assert bound <= predict(given, blocks, schedule(cycles, cycles, cycles), V5E).seconds
-    assert bound >= roofline_seconds(given, V5E) * 0.999
+    whole = predict(given, blocks, schedule(cycles, cycles, cycles), V5E).seconds
+    assert roofline_seconds(given, V5E) * 0.999 <= bound <= whole
+    in_parts = lower_bound_seconds(given, blocks, V5E, prologue_parts=2)
+    assert roofline_seconds(given, V5E) * 0.999 <= in_parts <= whole

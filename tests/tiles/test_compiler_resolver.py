@@ -15,6 +15,7 @@ import pytest
 
 import pallas_ops as po
 from pallas_ops.compiler import compile_for_tpu, CompilePool, Verdict
+from pallas_ops.compiler._stand_in import stand_in
 from pallas_ops.tiles import (
     _autotune,
     _compiler,
@@ -175,12 +176,12 @@ LOST = Verdict(False, "the compiler's process ended (SIGABRT)", transient=True)
 @pytest.fixture
 def the_best_is_lost(monkeypatch):
     """The compiler gives no answer for the tile that is predicted to be the fastest."""
-    best = FEW.ranking(SMALL).judgements[0][1].job.blocks
+    best = stand_in(FEW.ranking(SMALL).judgements[0][1].job)
     monkeypatch.setattr(_ranking, "_verdicts", {})
     ask, answer = CompilePool.ask, [LOST]
 
     def losing(self, jobs, *, told=None, **given):
-        lost = [job for job in jobs if job.blocks == best]
+        lost = [job for job in jobs if stand_in(job) == best]
         for job in lost:
             told(job, answer[0])
         others = iter(ask(self, [job for job in jobs if job not in lost], told=told, **given))

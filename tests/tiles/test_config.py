@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 import pallas_ops as po
-from pallas_ops.tiles import block_granules, why_illegal
+from pallas_ops.tiles import block_granules, nearest_legal, why_illegal
 
 from .tools import matmul_problem
 
@@ -54,3 +54,40 @@ def test_a_block_is_a_multiple_or_the_whole_axis():
 def test_larger_blocks_are_cut_to_the_axis():
     p = matmul_problem(100, 300, 50)
     assert po.TileConfig(512, 128, 512).clipped_to(p) == po.TileConfig(100, 128, 50)
+
+
+def test_a_tile_says_its_parts_where_there_are_several():
+    plain, in_parts = po.TileConfig(8, 512, 128), po.TileConfig(8, 512, 128, 2)
+    assert repr(plain) == "TileConfig(block_m=8, block_k=512, block_n=128)"
+    assert repr(in_parts) == "TileConfig(block_m=8, block_k=512, block_n=128, prologue_parts=2)"
+    assert (plain.numbers, in_parts.numbers) == ((8, 512, 128), (8, 512, 128, 2))
+    assert (plain.label, in_parts.label) == ("8x512x128", "8x512x128x2")
+    assert plain.blocks == in_parts.blocks
+    assert plain != in_parts
+    with pytest.raises(ValueError, match=r"TileConfig\.prologue_parts must be positive"):
+        po.TileConfig(8, 512, 128, 0)
+
+
+@pytest.mark.parametrize(
+    ("problem", "blocks", "parts"),
+    [
+        (matmul_problem(16, 1024, 256), (16, 512, 128), 4),
+        (matmul_problem(16, 512, 256), (16, 4096, 128), 4),  # cut to the whole axis
+        (matmul_problem(20, 1024, 256), (16, 512, 128), 1),  # a ragged edge
+        (matmul_problem(16, 1024, 256), (16, 256, 128), 1),  # too shallow for four
+        (matmul_problem(4, 1024, 256), (4, 512, 128), 1),  # few rows
+        (matmul_problem(16, 1024, 257), (16, 512, 257), 1),  # the whole of an odd axis
+    ],
+)
+def test_blocks_come_in_parts_where_they_can(problem, blocks, parts):
+    tile = po.TileConfig(*blocks, prologue_parts=4)
+    assert tile.clipped_to(problem).prologue_parts == parts
+    assert nearest_legal(problem, tile).prologue_parts == parts
+
+
+def test_blocks_of_a_batch_come_whole():
+    batched = po.MatmulProblem(
+        (3, 16, 512), (3, 512, 128), np.dtype("float32"), np.dtype("float32"), np.dtype("float32"),
+        sum_leading=(False,),
+    )  # fmt: skip
+    assert po.TileConfig(16, 512, 128, 4).clipped_to(batched) == po.TileConfig(16, 512, 128)

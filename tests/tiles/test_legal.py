@@ -119,13 +119,41 @@ def test_candidates_for_shapes_that_matter():
     """A tuner must have the tile that is known to be best (the project's design, "Tiles")."""
     problem = tile_problem(4096, 4096, 4096, "bfloat16", device="v5e")
     # Among the first, or a sweep would spend its budget on others.
-    assert po.TileConfig(1024, 4096, 512) in candidates(problem, most=8)
+    assert po.TileConfig(1024, 4096, 512, 8) in candidates(problem, most=4)
     # On a v4, where the limit cannot be raised, it is not.
     v4 = tile_problem(4096, 4096, 4096, "bfloat16", device="v4")
     assert po.TileConfig(1024, 4096, 512) not in candidates(v4, most=10_000)
     assert candidates(tile_problem(1, 1, 1)) == (po.TileConfig(1, 1, 1),)
     with pytest.raises(ValueError, match="`most` must be at least 1"):
         candidates(problem, most=0)
+
+
+@pytest.mark.parametrize(
+    ("device", "in_parts"),
+    [("v4", False), ("v5e", True), ("v5p", False), ("v6e", True), ("tpu7x", True), (None, False)],
+)
+def test_first_blocks_come_in_parts_on_one_core(device, in_parts):
+    """Two TensorCores of a v4 or v5p may share the grid of a kernel that Pallas fetches for."""
+    problem = tile_problem(2048, 2048, 2048, "bfloat16", device=device)
+    found = candidates(problem, most=100)
+    assert any(tile.prologue_parts > 1 for tile in found) == in_parts
+    # Each in one way, but for the default, which is there as it is.
+    default = po.StaticResolver().resolve(problem).tile
+    others = [tile.blocks for tile in found if tile != default]
+    assert default.prologue_parts == 1
+    assert default in found
+    assert len(set(others)) == len(others)
+
+
+def test_parts_are_for_a_product_that_waits_for_its_multiplications():
+    decode = tile_problem(8, 4096, 14336, "bfloat16", device="v5e", layout="NT")
+    assert candidates(decode, most=1)[0].prologue_parts == 1
+    ragged = tile_problem(2000, 4096, 4096, "bfloat16", device="v5e", layout="NT")
+    for tile in candidates(ragged, most=100):
+        assert tile.prologue_parts == 1 or 2000 % tile.block_m == 0
+    deep = tile_problem(2048, 4096, 4096, "bfloat16", device="v5e", layout="NT")
+    for tile in candidates(deep, most=100):
+        assert tile.block_k // tile.prologue_parts >= 256 or tile.prologue_parts == 1
 
 
 def test_the_estimate_orders_tiles_as_published_timings_do():
@@ -221,12 +249,10 @@ def test_a_tile_that_is_too_large_is_told_with_estimate_limit_and_largest(device
 LARGE = po.TileConfig(1024, 4096, 512)
 
 
-@pytest.mark.parametrize(
-    ("device", "raised"),
-    [("v4", False), ("v5e", True), ("v5p", True), ("v6e", False), ("tpu7x", False)],
-)
-def test_the_vmem_limit_is_raised_where_it_must_and_can(device, raised):
-    """28 MiB of blocks: within 32 MiB by default on the newer ones, out of reach on a v4."""
+@pytest.mark.parametrize("device", ["v4", "v5e", "v5p", "v6e", "tpu7x"])
+def test_the_vmem_limit_is_raised_where_it_must_and_can(device):
+    """28 MiB of blocks, 36 with what a v6e's compiler adds: too much for any without being asked,
+    out of reach on a v4."""
     problem = tile_problem(4096, 4096, 4096, "bfloat16", device=device)
     if device == "v4":
         with pytest.raises(ValueError, match="TPU v4 has at most 16 MiB"):
@@ -234,12 +260,8 @@ def test_the_vmem_limit_is_raised_where_it_must_and_can(device, raised):
         assert vmem_limit_bytes(problem, LARGE) is None
         return
     limit = resolve_tile(problem, TileChoice(forward=LARGE)).vmem_limit_bytes
-    needed = estimate_vmem_bytes(problem.matmul, LARGE)
     generation = GENERATIONS[device]
-    if not raised and needed + 4 * MIB <= generation.scoped_vmem_limit_bytes:
-        assert limit is None
-    else:
-        assert needed + 4 * MIB <= limit <= generation.info.vmem_capacity_bytes
+    assert 36.3 * MIB <= limit <= generation.info.vmem_capacity_bytes
     small = po.TileConfig(512, 512, 512)
     assert resolve_tile(problem, TileChoice(forward=small)).vmem_limit_bytes is None
 

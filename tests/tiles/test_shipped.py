@@ -10,7 +10,7 @@ import pallas_ops as po
 from pallas_ops._hardware import GENERATIONS
 from pallas_ops.commands._entries import canonical_key, check_entry
 from pallas_ops.commands._generating import generate, shipped_problems
-from pallas_ops.compiler import CompileJob, CompilePool, judge
+from pallas_ops.compiler import CompilePool, judge
 from pallas_ops.compiler._stand_in import stand_in
 from pallas_ops.kernels import KERNEL_VERSION
 from pallas_ops.tiles import candidates, problem_key, read_table, versions
@@ -95,7 +95,9 @@ def kernels(device):
     for entry in table(device):
         matmul = by_key[canonical_key(entry.key)].matmul
         tile = entry.tile.clipped_to(matmul)
-        jobs[stand_in(CompileJob(matmul, device, tile.blocks, entry.vmem_limit_bytes))] = entry
+        job = compile_job(po.TileProblem(matmul, device), tile)
+        job = dataclasses.replace(job, vmem_limit_bytes=entry.vmem_limit_bytes)
+        jobs[stand_in(job)] = entry
     return jobs
 
 
