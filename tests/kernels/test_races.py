@@ -14,7 +14,15 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interprete
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_ops.kernels import _pallas, MatmulProblem, pallas_matmul, xla_matmul
+from pallas_ops.kernels import (
+    _pallas,
+    Columns,
+    Epilogue,
+    MatmulProblem,
+    pallas_matmul,
+    xla_matmul,
+)
+from pallas_ops.kernels._epilogue import IDENTITY
 
 
 FLOAT32, BFLOAT16, INT8, INT32 = map(np.dtype, ("float32", jnp.bfloat16, "int8", "int32"))
@@ -32,7 +40,7 @@ def _params():
 
 def _run(call, *operands):
     """The result, and whether two accesses raced. The state that says so has no public name."""
-    out = np.asarray(jax.jit(call)(*operands))
+    out = jax.tree.map(np.asarray, jax.jit(call)(*operands))
     watched = interpreter.races
     assert watched.reads, "nothing was watched"
     assert watched.writes, "nothing was watched"
@@ -101,6 +109,22 @@ def test_no_accesses_race(monkeypatch, name, form):
     out, raced = _run(kernel, lhs, rhs)
     assert not raced
     np.testing.assert_array_equal(out, xla_matmul(problem, lhs, rhs))  # of small integers: exact
+
+
+@pytest.mark.parametrize("name", ["one step", "three steps"])
+def test_no_accesses_of_an_epilogue_race(name):
+    """It reads a block for some columns more, and stores two results."""
+    bare, blocks = CASES[name]
+    epilogue = Epilogue(bias=Columns((1, 128), FLOAT32), functions=(IDENTITY, IDENTITY))
+    problem = dataclasses.replace(bare, epilogue=epilogue)
+    lhs, rhs = _operands(bare)
+    bias = jnp.arange(128, dtype=jnp.float32)[None]
+    kernel = pallas_matmul(problem, *blocks, interpret=_params())
+    outs, raced = _run(kernel, lhs, rhs, bias)
+    assert not raced
+    expected = xla_matmul(bare, lhs, rhs) + jnp.broadcast_to(bias, bare.out_shape)
+    for out in outs:
+        np.testing.assert_array_equal(out, expected)
 
 
 @pytest.mark.parametrize(
