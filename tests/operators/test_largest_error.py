@@ -129,8 +129,9 @@ def _ratios(ours, operands, layout, dot, products=PRODUCTS):
 def test_sums_of_14336_terms(lhs, rhs, layout, product):
     """With the tiles that are taken where none is named: at most 1.1 times that of `jnp.dot`.
 
-    That dot is of two matrices as one multiplies them. Of the same numbers stored otherwise, or on
-    another number of threads, XLA for CPUs sums in other orders, whose errors differ twofold.
+    That dot is of two matrices as one multiplies them. Of the same numbers stored otherwise, in
+    other shapes or on another number of threads, XLA for CPUs sums in other orders, whose errors
+    differ twofold: `docs/derivatives.md` says of a shape for which this does not hold.
     """
     ours = _ours(layout, None)
     for offset in (0, 100):
