@@ -440,7 +440,7 @@ def _print_precisions(
     from rich.table import Table
 
     from ..compiler import chip
-    from ..kernels import kernel_precision, mxu_passes
+    from ..kernels import mxu_passes
     from ._predicting import libtpu_name
 
     console = make_console()
@@ -454,10 +454,9 @@ def _print_precisions(
     table.add_column("tile")
     for row in rows:
         problem, scheduled = row.problem, row.scheduled_passes
-        asked, used = problem.precision.name, kernel_precision(problem).name
         table.add_row(
             f"{problem.lhs_dtype.name} x {problem.rhs_dtype.name}",
-            asked if asked == used else f"{asked}, as {used}",
+            problem.precision.name,
             str(mxu_passes(problem)),
             "" if scheduled is None else f"{scheduled:g}",
             f"{row.emulated_error:.1e}",

@@ -4,8 +4,10 @@ No CPU multiplies as an MXU does: its errors are emulated, and called so everywh
 """
 
 import dataclasses
+import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -21,7 +23,7 @@ from ..compiler import (
     xla_time,
     XlaTime,
 )
-from ..kernels import kernel_precision, MatmulProblem, mxu_passes, promoted_dtype
+from ..kernels import MatmulProblem, mxu_passes, product_of_pieces, promoted_dtype
 from ..tiles import StaticResolver, TileProblem
 from ..tiles._ranking import compile_job
 from ._console import microseconds
@@ -41,77 +43,26 @@ ASKED = (
 _MOST_EMULATED = 256
 """Rows and columns of the product whose error is emulated: more of them say the same."""
 
-MULTIPLIED = {
-    1: (("rounded", "rounded"),),
-    3: (("rest", "top"), ("top", "rest"), ("top", "top")),
-    6: (
-        ("last", "top"),
-        ("top", "last"),
-        ("rest", "rest"),
-        ("middle", "top"),
-        ("top", "middle"),
-        ("top", "top"),
-    ),
-}
-"""Which piece of lhs each pass multiplies with which of rhs, in their order.
-
-As Mosaic's own dump has it, alike for v4, v5e, v5p, v6e and tpu7x: `matmul_mode` of lhs and
-`gain_latch_mode` of rhs in `post-lower-to-llo` (`LIBTPU_INIT_ARGS=--xla_mosaic_dump_to=DIR`, libtpu
-0.0.50.1), where the pieces are called `round`, `high`, `low`, `soft_middle_eight` and
-`soft_low_eight`."""
-
-
-def pieces(x: np.ndarray) -> dict[str, np.ndarray]:
-    """The pieces of bfloat16 that the compiler makes of float32, each held in float32.
-
-    `top` is cut off, not rounded (`vand.u32 0xffff0000` in the schedule of a v5e), `middle` is what
-    is cut off of the rest, and `last` what is left then: the three are `x`. How an MXU makes
-    bfloat16 of what it is given as float32 is in no dump: `rounded` and `rest` take it to round to
-    the nearest, as the name of its mode says.
-
-    **Arguments:**
-
-    - `x`: an array of float32.
-
-    **Returns:**
-
-    The pieces by their names in `MULTIPLIED`.
-    """
-    top = _cut(x)
-    with np.errstate(invalid="ignore"):  # an infinity less itself
-        left = x - top
-        middle = _cut(left)
-        last = left - middle
-    return {
-        "rounded": _rounded(x),
-        "top": top,
-        "rest": _rounded(left),
-        "middle": middle,
-        "last": last,
-    }
-
-
-def _cut(x: np.ndarray) -> np.ndarray:
-    return (x.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
-
-
-def _rounded(x: np.ndarray) -> np.ndarray:
-    return x.astype(jnp.bfloat16).astype(np.float32)
-
 
 def emulated_product(
-    lhs: np.ndarray, rhs: np.ndarray, passes: int, *, mxu_size: int = 128, block_k: int = 512
+    lhs: np.ndarray,
+    rhs: np.ndarray,
+    problem: MatmulProblem,
+    *,
+    mxu_size: int = 128,
+    block_k: int = 512,
 ) -> np.ndarray:
     """What the kernel computes on a TPU, emulated on the CPU.
 
-    For each part of k that fills an MXU, and for each pass, the MXU's product is added to one sum
-    in float32, which begins anew in each block. In which order an MXU sums within itself is not
-    known; here NumPy does that in float32.
+    The pieces are the kernel's own. Of float32 in one pass an MXU makes bfloat16 itself, and how is
+    in no dump: it is taken to round to the nearest. For each part of k that fills an MXU, its
+    product is added to the sum of the pass in float32. In which order an MXU sums within itself is
+    not known; here NumPy does that in float32.
 
     **Arguments:**
 
-    - `lhs`, `rhs`: (m, k) and (k, n), of float32 or bfloat16.
-    - `passes`: how many passes the MXUs make: 1, 3 or 6.
+    - `lhs`, `rhs`: (m, k) and (k, n), of the problem's dtypes.
+    - `problem`: of which the dtypes, the layout and the precision are looked at.
     - `mxu_size`: the rows of weights that an MXU holds.
     - `block_k`: the block of k.
 
@@ -119,19 +70,22 @@ def emulated_product(
 
     The product in float32.
     """
-    lhs_pieces, rhs_pieces = (pieces(np.asarray(x, np.float32)) for x in (lhs, rhs))
-    k = lhs.shape[1]
     total = np.zeros((lhs.shape[0], rhs.shape[1]), np.float32)
-    for block in range(0, k, block_k):
-        end = min(block + block_k, k)
-        sums = np.zeros_like(total)
-        for start in range(block, end, mxu_size):
-            part = slice(start, min(start + mxu_size, end))
-            for of_lhs, of_rhs in MULTIPLIED[passes]:
-                with np.errstate(invalid="ignore"):
-                    sums += lhs_pieces[of_lhs][:, part] @ rhs_pieces[of_rhs][part]
-        total += sums
+    for start in range(0, lhs.shape[1], block_k):
+        left = jnp.asarray(lhs[:, start : start + block_k])
+        right = jnp.asarray(rhs[start : start + block_k])
+        dot = functools.partial(_dot_of_an_mxu, mxu_size=mxu_size)
+        total += product_of_pieces(left, right, problem, dot)
     return total
+
+
+def _dot_of_an_mxu(lhs: jax.Array, rhs: jax.Array, *, mxu_size: int) -> jax.Array:
+    left, right = np.asarray(lhs, np.float32), np.asarray(rhs, np.float32)
+    total = np.zeros((left.shape[0], right.shape[1]), np.float32)
+    with np.errstate(invalid="ignore"):  # an infinity times zero
+        for start in range(0, left.shape[1], mxu_size):
+            total += left[:, start : start + mxu_size] @ right[start : start + mxu_size]
+    return jnp.asarray(total)
 
 
 def relative_error(product: np.ndarray, lhs: np.ndarray, rhs: np.ndarray) -> float:
@@ -175,7 +129,6 @@ class Row:
             "lhs_dtype": self.problem.lhs_dtype.name,
             "rhs_dtype": self.problem.rhs_dtype.name,
             "asked": self.problem.precision.name,
-            "kernel": kernel_precision(self.problem).name,
             "passes": mxu_passes(self.problem),
             "scheduled_passes": self.scheduled_passes,
             "emulated_error": self.emulated_error,
@@ -244,9 +197,7 @@ def _row(judgement: Judgement | None, xla: Verdict | None, offset: float) -> Row
     m, n = min(problem.m, _MOST_EMULATED), min(problem.n, _MOST_EMULATED)
     lhs = (random.standard_normal((m, problem.k)) + offset).astype(problem.lhs_dtype)
     rhs = (random.standard_normal((problem.k, n)) + offset).astype(problem.rhs_dtype)
-    emulated = emulated_product(
-        lhs, rhs, mxu_passes(problem), mxu_size=on.mxu_size, block_k=block_k
-    )
+    emulated = emulated_product(lhs, rhs, problem, mxu_size=on.mxu_size, block_k=block_k)
     both = promoted_dtype(problem.lhs_dtype, problem.rhs_dtype)
     on_cpu = jnp.dot(
         jnp.asarray(lhs, both), jnp.asarray(rhs, both), preferred_element_type=jnp.float32

@@ -7,12 +7,15 @@ from ._epilogue import (
 from ._pallas import (
     is_matrix_vector as is_matrix_vector,
     kernel_name as kernel_name,
-    kernel_precision as kernel_precision,
     KERNEL_VERSION as KERNEL_VERSION,
     multiplied_dtype as multiplied_dtype,
-    mxu_passes as mxu_passes,
     pallas_matmul as pallas_matmul,
     step_size as step_size,
+)
+from ._pieces import (
+    mxu_passes as mxu_passes,
+    piece_counts as piece_counts,
+    product_of_pieces as product_of_pieces,
 )
 from ._problem import (
     columns_by_name as columns_by_name,

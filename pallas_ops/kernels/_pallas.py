@@ -12,6 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ._pieces import mxu_passes, product_of_pieces
 from ._problem import MatmulProblem, promoted_dtype
 from ._prologue import Prologue
 
@@ -19,31 +20,8 @@ from ._prologue import Prologue
 KERNEL_VERSION = 3
 """Part of the key of stored tiles: raise it whenever another tile may have become the best."""
 
-# Highest precision splits each float32 operand into three bfloat16 pieces in the MXU. Products of
-# two bfloat16 numbers are exact in float32 already, and Mosaic refuses any other precision there.
-_ONE_PASS_DTYPES = frozenset({jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.int8)})
-
-
-# Mosaic refuses `HIGH` in jax 0.10.2 ("Unsupported dot precision") and takes it in 0.12.
-_MOSAIC_HAS_HIGH = jax.__version_info__ >= (0, 12)
-
-
-def kernel_precision(problem: MatmulProblem) -> lax.Precision:
-    """At least the precision that was asked for, out of those that Mosaic has for these dtypes."""
-    if problem.lhs_dtype in _ONE_PASS_DTYPES and problem.rhs_dtype in _ONE_PASS_DTYPES:
-        return lax.Precision.DEFAULT
-    if problem.precision == lax.Precision.HIGH and not _MOSAIC_HAS_HIGH:
-        return lax.Precision.HIGHEST
-    return problem.precision
-
-
-# How many passes of bfloat16 the MXU makes for operands of float32.
-_PASSES = {lax.Precision.DEFAULT: 1, lax.Precision.HIGH: 3, lax.Precision.HIGHEST: 6}
-
-
-def mxu_passes(problem: MatmulProblem) -> int:
-    """How many times the MXU goes through the operands, at the precision that the kernel has."""
-    return _PASSES[kernel_precision(problem)]
+# Of these a product is exact in float32: an MXU needs no more than one pass.
+_NARROW_DTYPES = frozenset({jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.int8)})
 
 
 def step_size(problem: MatmulProblem, blocks: tuple[int, int, int]) -> int:
@@ -56,9 +34,8 @@ def step_size(problem: MatmulProblem, blocks: tuple[int, int, int]) -> int:
 
 
 # Up to this size of a step the last one has a program of its own, as it has wherever the edge of k
-# must be masked: it saves 260 of 8,762 cycles
-# for blocks of 512 x 1024 x 1024, 516 of 33,585 for four times as much work, and costs as much
-# time to compile again (v5e, libtpu 0.0.50).
+# must be masked: it saves 260 of 8,762 cycles for blocks of 512 x 1024 x 1024, 516 of 33,585 for
+# four times as much work, and costs as much time to compile again (v5e, libtpu 0.0.50).
 _MOST_FOR_TWO_BODIES = 2**30
 
 
@@ -68,15 +45,18 @@ def is_matrix_vector(problem: MatmulProblem) -> bool:
     It multiplies such operands element by element, which fails for all but float32 (jax 0.10.2 and
     0.12): bfloat16 has to be raised, and int8 multiplied by us.
     """
-    narrow = problem.lhs_dtype in _ONE_PASS_DTYPES and problem.rhs_dtype in _ONE_PASS_DTYPES
+    narrow = {problem.lhs_dtype, problem.rhs_dtype} <= _NARROW_DTYPES
     return problem.layout == "NT" and problem.n == 1 and narrow
 
 
 def multiplied_dtype(problem: MatmulProblem) -> np.dtype:
     """What the blocks become in VMEM before they are multiplied: the dtype that holds both.
 
-    So int8 beside bfloat16 is multiplied in one pass, and is exact.
+    So int8 beside bfloat16 is multiplied in one pass, and is exact. float32 in several passes is
+    cut to pieces of bfloat16.
     """
+    if mxu_passes(problem) > 1:
+        return np.dtype(jnp.bfloat16)
     dtype = promoted_dtype(problem.lhs_dtype, problem.rhs_dtype)
     if is_matrix_vector(problem):
         return np.dtype(np.int32 if dtype == np.int8 else np.float32)
@@ -114,16 +94,19 @@ def _block_product(
         # Products of bfloat16 are exact in float32 too. A CPU that multiplies bfloat16 itself sums
         # them less exactly than those: seven times, for 1000 numbers around 10 (AVX512_BF16).
         dtype = np.dtype(np.float32)
+    dot = functools.partial(
+        lax.dot_general,
+        dimension_numbers=(((lhs_k,), (rhs_k,)), ((), ())),
+        # An interpreter may run on a TPU too, whose own passes these are then.
+        precision=problem.precision if interpreted else lax.Precision.DEFAULT,
+        preferred_element_type=problem.accumulator_dtype,
+    )
+    if mxu_passes(problem) > 1 and not interpreted:
+        return product_of_pieces(lhs, rhs, problem, dot)
     lhs, rhs = lhs.astype(dtype), rhs.astype(dtype)
     if is_matrix_vector(problem) and dtype == np.int32:
         return jnp.sum(lhs * rhs, axis=1, keepdims=True)
-    return lax.dot_general(
-        lhs,
-        rhs,
-        (((lhs_k,), (rhs_k,)), ((), ())),
-        precision=kernel_precision(problem),
-        preferred_element_type=problem.accumulator_dtype,
-    )
+    return dot(lhs, rhs)
 
 
 def _matmul_kernel(

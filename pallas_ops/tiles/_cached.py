@@ -4,7 +4,7 @@ import dataclasses
 import os
 from collections.abc import Iterator
 
-from ..kernels import multiplied_dtype
+from ..kernels import promoted_dtype
 from ._agree import agreed
 from ._key import problem_key, versions
 from ._legal import largest_sure_to_fit, nearest_legal, why_no_limit, why_too_large
@@ -138,7 +138,7 @@ def _near(problem: TileProblem) -> Iterator[tuple[TileProblem, str]]:
         yield bare, "without its epilogue"
     if problem.matmul.widens_int8:
         # It multiplies the same, and waits for less.
-        dtype = multiplied_dtype(problem.matmul)
+        dtype = promoted_dtype(problem.matmul.lhs_dtype, problem.matmul.rhs_dtype)
         wide = dataclasses.replace(bare.matmul, lhs_dtype=dtype, rhs_dtype=dtype)
         yield dataclasses.replace(bare, matmul=wide), f"of {dtype.name} alone"
 

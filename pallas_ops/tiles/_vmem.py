@@ -1,15 +1,15 @@
 """How much VMEM a choice of blocks takes, before asking the compiler."""
 
 import numpy as np
-from jax import lax
 
 from .._hardware import find_generation
 from ..kernels import (
     is_matrix_vector,
-    kernel_precision,
     MatmulProblem,
     multiplied_dtype,
+    mxu_passes,
     operand_buffers,
+    piece_counts,
 )
 from ._config import LANES, sublanes, TileConfig
 
@@ -28,11 +28,6 @@ def _padded_bytes(rows: int, columns: int, dtype: np.dtype) -> int:
     """Bytes of one block in VMEM, where it fills whole tiles of sublanes by lanes."""
     tile_rows = sublanes(dtype)
     return -(-rows // tile_rows) * tile_rows * -(-columns // LANES) * LANES * dtype.itemsize
-
-
-# How many times the float32 block of lhs the compiler needs for the bfloat16 pieces it splits it
-# into, as its errors state it (libtpu 0.0.50, v5e, 1024 x 512 x 512 and 1024 x 1024 x 512).
-_LHS_COPIES = {lax.Precision.DEFAULT: 0, lax.Precision.HIGH: 2, lax.Precision.HIGHEST: 4}
 
 
 def estimate_vmem_bytes(problem: MatmulProblem, tile: TileConfig) -> int:
@@ -56,13 +51,17 @@ def estimate_vmem_bytes(problem: MatmulProblem, tile: TileConfig) -> int:
     )
     steps = k < problem.k or any(problem.sum_leading) or in_parts
     accumulator = _padded_bytes(m, n, problem.accumulator_dtype) if steps else 0
-    # What is not of the dtype in which they are multiplied is copied to it.
+    # What is not of the dtype in which they are multiplied is copied to it, in all of its pieces.
     dtype = multiplied_dtype(problem)
-    lhs_copies = max(_LHS_COPIES[kernel_precision(problem)], int(problem.lhs_dtype != dtype))
-    rhs_copies = int(problem.rhs_dtype != dtype)
+    lhs_pieces, rhs_pieces = piece_counts(problem)
+    lhs_copies = lhs_pieces * int(problem.lhs_dtype != dtype)
+    rhs_copies = rhs_pieces * int(problem.rhs_dtype != dtype)
     if is_matrix_vector(problem):  # rhs is a row; for integers there are the products as well
         lhs_copies, rhs_copies = 1 + int(problem.multiplies_int8), 0
     copies = lhs_copies * _padded_bytes(*lhs, dtype) + rhs_copies * _padded_bytes(*rhs, dtype)
+    # And half of the passes' products are there at once (libtpu 0.0.50, v5e: used is up to 1.6 MiB
+    # more than this for blocks between 256 x 256 x 1024 and 1024 x 512 x 512).
+    copies += mxu_passes(problem) // 2 * _padded_bytes(m, n, problem.accumulator_dtype)
     if problem.widens_int8:
         # On a v4, once more on the way from int8, and the product before it is added (14.9 MiB for
         # bfloat16 by int8 in blocks of 1024 x 1024 x 512, libtpu 0.0.42 and 0.0.50).
@@ -84,4 +83,5 @@ def scoped_vmem_limit_bytes(device: str | None) -> int:
 
 def vmem_budget_bytes(device: str | None) -> int:
     """What `estimate_vmem_bytes` may reach on `device` within the default limit."""
-    return scoped_vmem_limit_bytes(device) - COMPILER_MARGIN_BYTES
+    limit = scoped_vmem_limit_bytes(device)
+    return limit - max(COMPILER_MARGIN_BYTES, limit // 4)  # a third of what is left

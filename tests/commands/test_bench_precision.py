@@ -6,19 +6,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from jax.lax import Precision
 
 from pallas_ops.commands import main
 from pallas_ops.commands._precision import (
     ASKED,
     emulated_product,
-    MULTIPLIED,
-    pieces,
     relative_error,
 )
 from pallas_ops.compiler import Verdict
-from pallas_ops.kernels._pallas import _PASSES
 
 from ..compiler.tools import answering, schedule
+from ..tiles.tools import matmul_problem
 
 
 def _run(*arguments):
@@ -32,19 +31,11 @@ def _normal(*shape, seed=0):
 # The emulation.
 
 
-def test_the_pieces_are_all_of_a_number_and_bfloat16():
-    x = np.concatenate([_normal(10_000), np.float32([0, -0.0, 1, 3e38, -1e-30])])
-    cut = pieces(x)
-    np.testing.assert_array_equal(cut["top"] + cut["middle"] + cut["last"], x)
-    for piece in cut.values():
-        np.testing.assert_array_equal(piece, piece.astype(jnp.bfloat16).astype(np.float32))
-
-
-def test_as_many_products_as_passes():
-    assert sorted(MULTIPLIED) == sorted(_PASSES.values())
-    for passes, products in MULTIPLIED.items():
-        assert len(set(products)) == passes
-        assert products[-1] in (("top", "top"), ("rounded", "rounded"))
+def _emulated(lhs, rhs, precision, **given):
+    problem = matmul_problem(
+        lhs.shape[0], *rhs.shape, lhs.dtype, rhs.dtype, "float32", precision=precision
+    )
+    return emulated_product(lhs, rhs, problem, **given)
 
 
 @pytest.mark.parametrize("offset", [0, 10])
@@ -53,43 +44,44 @@ def test_the_emulated_errors(k, offset):
     """Each precision within what its pieces leave out, and in their order by a wide margin.
 
     A number less its top 8 bits is below 2^-7 of it. So rounding both operands costs 2^-8; three
-    passes leave out the product of two rests, 2^-14, and round each rest, 2^-16 twice; six round
-    both of two rests that they multiply, 2^-22, and sum in float32. The rests have the signs of
-    their numbers: where all are positive, what three passes leave out does not cancel.
+    passes leave out the product of two rests, 2^-14, and round each rest, 2^-16 twice; six leave
+    out 2^-21 and less, and sum in float32. The rests have the signs of their numbers: where all are
+    positive, what three passes leave out does not cancel.
     """
     lhs, rhs = _normal(32, k) + np.float32(offset), _normal(k, 32, seed=1) + np.float32(offset)
-    error = {n: relative_error(emulated_product(lhs, rhs, n), lhs, rhs) for n in (1, 3, 6)}
+    one, three, six = (relative_error(_emulated(lhs, rhs, p), lhs, rhs) for p in Precision)
     in_float32 = relative_error(jnp.dot(lhs, rhs), lhs, rhs)
-    assert error[1] <= 1.01 * 2**-8
-    assert error[3] <= 2**-14 + 2**-15
-    assert error[6] <= 2**-21
-    assert error[1] >= 4 * error[3] >= 4 * 20 * error[6]
+    assert one <= 1.01 * 2**-8
+    assert three <= 2**-14 + 2**-15
+    assert six <= 2**-21
+    assert one >= 4 * three >= 4 * 20 * six
     # Six passes are float32: of the order of what a sum in float32 is off by.
-    assert error[6] <= 4 * in_float32
+    assert six <= 4 * in_float32
 
 
-def test_bfloat16_is_exact_in_one_pass():
+@pytest.mark.parametrize("precision", Precision)
+def test_bfloat16_is_exact_in_one_pass(precision):
     lhs, rhs = (x.astype(jnp.bfloat16) for x in (_normal(16, 300), _normal(300, 16, seed=1)))
-    once = emulated_product(lhs, rhs, 1)
+    once = _emulated(lhs, rhs, precision)
     assert relative_error(once, lhs, rhs) < 1e-6
-    for passes in (3, 6):
-        np.testing.assert_array_equal(emulated_product(lhs, rhs, passes), once)
+    np.testing.assert_array_equal(once, _emulated(lhs, rhs, Precision.DEFAULT))
 
 
-def test_one_pass_of_a_mixture_rounds_one_operand():
+def test_passes_of_a_mixture_cut_one_operand():
     lhs, rhs = _normal(32, 300).astype(jnp.bfloat16), _normal(300, 32, seed=1)
-    assert relative_error(emulated_product(lhs, rhs, 1), lhs, rhs) <= 1.01 * 2**-9
+    one, two, three = (relative_error(_emulated(lhs, rhs, p), lhs, rhs) for p in Precision)
+    assert one <= 1.01 * 2**-9
+    assert two <= 1.01 * 2**-16
+    assert three <= 2**-21
 
 
-@pytest.mark.parametrize("passes", [1, 3, 6])
-def test_infinity_in_several_passes_is_nan(passes):
-    """Infinity less its top is NaN. `docs/derivatives.md` says so, and what XLA does there."""
-    lhs, rhs = _normal(4, 100), _normal(100, 4, seed=1)
+@pytest.mark.parametrize("precision", Precision)
+def test_infinity_in_several_passes_is_infinity(precision):
+    lhs, rhs = _normal(4, 1000), _normal(1000, 4, seed=1)
     lhs[1, 7] = np.inf
-    got = emulated_product(lhs, rhs, passes)
+    got = _emulated(lhs, rhs, precision)
     assert np.isfinite(np.delete(got, 1, 0)).all()
-    expected = np.asarray(jnp.dot(lhs, rhs))[1] if passes == 1 else np.full(4, np.nan)
-    np.testing.assert_array_equal(got[1], expected)
+    np.testing.assert_array_equal(got[1], np.asarray(jnp.dot(lhs, rhs))[1])
 
 
 # The command.
@@ -108,12 +100,12 @@ def test_the_rows(monkeypatch):
     }
     rows = {(row["lhs_dtype"], row["rhs_dtype"], row["asked"]): row for row in found["rows"]}
     assert list(rows) == [(lhs, rhs, asked.name) for lhs, rhs, asked in ASKED]
+    assert [row["passes"] for row in rows.values()] == [1, 3, 6, 1, 2, 3, 1]
     for (lhs, rhs, _), row in rows.items():
-        assert row["passes"] == _PASSES[type(ASKED[0][2])[row["kernel"]]]
         assert row["predicted_us"] > 0
         assert row["xla_us"] == pytest.approx(1000, rel=0.1)  # of 1.5 GHz
         assert row["xla_source"] == "estimate"
-        exact = (lhs, rhs) == ("bfloat16", "bfloat16") or row["passes"] == 6
+        exact = (lhs, rhs) == ("bfloat16", "bfloat16") or row["asked"] == "HIGHEST"
         assert (row["emulated_error"] < 1e-6) == exact
         assert row["cpu_error"] < 1e-6
     text = _run("--shape", "256,300,256").stdout

@@ -10,7 +10,16 @@ from pallas_ops.kernels import MatmulProblem
 
 
 def problem(
-    m, k, n, dtype="bfloat16", layout="NN", out=None, leading=(), summed=(), precision="DEFAULT"
+    m,
+    k,
+    n,
+    dtype="bfloat16",
+    layout="NN",
+    rhs_dtype=None,
+    out=None,
+    leading=(),
+    summed=(),
+    precision="DEFAULT",
 ):
     lhs = (k, m) if layout[0] == "T" else (m, k)
     rhs = (n, k) if layout[1] == "T" else (k, n)
@@ -19,7 +28,7 @@ def problem(
         (*leading, *lhs),
         (*leading, *rhs),
         dtype,
-        dtype,
+        np.dtype(jnp.dtype(rhs_dtype or dtype)),
         np.dtype(jnp.dtype(out or dtype)),
         transpose_lhs=layout[0] == "T",
         transpose_rhs=layout[1] == "T",

@@ -1,4 +1,6 @@
 import base64
+import dataclasses
+import functools
 import re
 
 import jax
@@ -8,10 +10,12 @@ import pytest
 from jax import lax
 
 import pallas_ops as po
-from pallas_ops.kernels import kernel_precision, pallas_matmul
+from pallas_ops.kernels import mxu_passes, pallas_matmul, product_of_pieces
+from pallas_ops.kernels._pieces import cut_to_pieces
 from pallas_ops.operators._precision import resolve_precision
 
 from ..program import equations, operator_calls
+from ..tiles.tools import matmul_problem
 
 
 DEFAULT, HIGH, HIGHEST = lax.Precision.DEFAULT, lax.Precision.HIGH, lax.Precision.HIGHEST
@@ -53,53 +57,106 @@ def test_gradients_keep_it():
     assert len(calls) >= 2
 
 
-def _problem(lhs, rhs, precision):
-    lhs, rhs = np.dtype(lhs), np.dtype(rhs)
-    return po.MatmulProblem((64, 256), (256, 128), lhs, rhs, lhs, precision=precision)
+def _problem(lhs, rhs, precision, layout="NN"):
+    out = "int32" if lhs == rhs == "int8" else "float32"
+    return matmul_problem(64, 256, 128, lhs, rhs, out, layout, precision=precision)
 
 
-@pytest.mark.parametrize(
-    ("lhs", "rhs", "asked", "used"),
-    [
-        ("float32", "float32", DEFAULT, {DEFAULT}),
-        # jax 0.10.2's Mosaic has no HIGH: never less than was asked for.
-        ("float32", "float32", HIGH, {HIGH, HIGHEST}),
-        ("float32", "float32", HIGHEST, {HIGHEST}),
-        (jnp.bfloat16, "float32", HIGHEST, {HIGHEST}),
-        # Exact in one pass, and Mosaic refuses any other.
-        (jnp.bfloat16, jnp.bfloat16, HIGHEST, {DEFAULT}),
-    ],
-)
-def test_what_the_kernel_uses(lhs, rhs, asked, used):
-    problem = _problem(lhs, rhs, asked)
-    assert kernel_precision(problem) in used
+PASSES = [
+    ("float32", "float32", DEFAULT, 1),
+    ("float32", "float32", HIGH, 3),
+    ("float32", "float32", HIGHEST, 6),
+    # What is exact in bfloat16 is not cut.
+    ("bfloat16", "float32", DEFAULT, 1),
+    ("bfloat16", "float32", HIGH, 2),
+    ("float32", "bfloat16", HIGHEST, 3),
+    ("float32", "int8", HIGHEST, 3),
+    ("bfloat16", "bfloat16", HIGHEST, 1),
+    ("bfloat16", "int8", HIGHEST, 1),
+    ("int8", "int8", HIGHEST, 1),
+]
+
+
+@pytest.mark.parametrize("layout", ["NN", "NT", "TN", "TT"])
+@pytest.mark.parametrize(("lhs", "rhs", "asked", "passes"), PASSES)
+def test_a_product_of_bfloat16_for_each_pass(lhs, rhs, asked, passes, layout):
+    problem = _problem(lhs, rhs, asked, layout)
+    assert mxu_passes(problem) == passes
     operands = (jnp.ones(problem.lhs_shape, lhs), jnp.ones(problem.rhs_shape, rhs))
-    kernel = pallas_matmul(problem, 64, 128, 128)
+    kernel = pallas_matmul(problem, 64, 256, 128)
     dots = [e for e in equations(kernel, *operands) if e.primitive.name == "dot_general"]
-    assert dots
+    assert len(dots) == passes
     for dot in dots:
-        precision = dot.params["precision"]
-        assert set(precision if isinstance(precision, tuple) else (precision,)) <= used
+        assert dot.params["precision"] in (None, (DEFAULT, DEFAULT))
+        assert passes == 1 or {x.aval.dtype for x in dot.invars} == {jnp.dtype(jnp.bfloat16)}
 
 
-def test_high_is_kept_where_this_jax_has_it():
-    """Names the versions: 0.10.2 refuses `HIGH` in Mosaic, 0.12 takes it."""
-    used = kernel_precision(_problem("float32", "float32", HIGH))
-    assert used == (HIGH if jax.__version_info__ >= (0, 12) else HIGHEST)
+@pytest.mark.parametrize("asked", [HIGH, HIGHEST])
+def test_interpreters_do_not_cut(asked):
+    """They multiply float32 as it is."""
+    problem = _problem("float32", "float32", asked)
+    operands = (jnp.ones(problem.lhs_shape), jnp.ones(problem.rhs_shape))
+    kernel = pallas_matmul(problem, 64, 256, 128, interpret=True)
+    (dot,) = [e for e in equations(kernel, *operands) if e.primitive.name == "dot_general"]
+    assert dot.params["precision"] == (asked, asked)
 
 
-@pytest.mark.parametrize(
-    ("lhs", "rhs", "asked", "used"),
-    [
-        ("float32", "float32", DEFAULT, None),
-        ("float32", "float32", HIGH, "bf16x3" if jax.__version_info__ >= (0, 12) else "fp32"),
-        ("float32", "float32", HIGHEST, "fp32"),
-        ("bfloat16", "float32", HIGHEST, "fp32"),
-        ("bfloat16", "bfloat16", HIGHEST, None),
-    ],
-)
-def test_what_mosaic_is_asked_for(lhs, rhs, asked, used):
-    """In the program for a TPU, of a product and of both its gradients."""
+def test_a_vector_is_multiplied_in_float32():
+    problem = po.MatmulProblem((64, 256), (1, 256), *[np.dtype("float32")] * 3, transpose_rhs=True)
+    problem = dataclasses.replace(problem, precision=HIGHEST)
+    assert mxu_passes(problem) == 1
+
+
+def _values(*shape):
+    random = np.random.default_rng(len(shape) + shape[0])
+    return random.standard_normal(shape).astype(np.float32)
+
+
+def test_the_pieces_are_all_of_a_number_and_bfloat16():
+    x = np.concatenate([_values(10_000), np.float32([0, -0.0, 1, 3.4e38, -3.4e38, -1e-30])])
+    pieces = cut_to_pieces(jnp.asarray(x), 3)
+    assert {piece.dtype for piece in pieces} == {jnp.dtype(jnp.bfloat16)}
+    np.testing.assert_array_equal(sum(np.asarray(piece, np.float32) for piece in pieces), x)
+
+
+def _by_pieces(problem, lhs, rhs):
+    dot = functools.partial(jnp.dot, preferred_element_type=jnp.float32)
+    return product_of_pieces(lhs, rhs, problem, lambda x, y: dot(*_raised(x, y)))
+
+
+def _raised(*arrays):
+    return (array.astype(jnp.float32) for array in arrays)
+
+
+@pytest.mark.parametrize("asked", [HIGH, HIGHEST])
+@pytest.mark.parametrize("dtypes", [("float32", "float32"), ("bfloat16", "float32")])
+def test_infinity_and_nan_by_pieces(dtypes, asked):
+    """Where they are in the product of float32: not all over the row of an infinity."""
+    lhs, rhs = _values(6, 256), _values(256, 8)
+    lhs[0, 3], lhs[1, 5], lhs[2, 7] = np.inf, -np.inf, np.nan
+    rhs[3, 1:4] = 1, 0, -0.5  # as many pieces as bfloat16 has, and none
+    rhs[9, 0], rhs[10, 4] = np.inf, np.nan
+    lhs[3, 9], lhs[4, 9], lhs[5, 9] = 2, 0, -np.inf
+    lhs, rhs = jnp.asarray(lhs, dtypes[0]), jnp.asarray(rhs, dtypes[1])
+    found = _by_pieces(_problem(*dtypes, asked), lhs, rhs)
+    expected = jnp.dot(*_raised(lhs, rhs))
+    assert jnp.isinf(expected).any()
+    np.testing.assert_array_equal(jnp.isnan(found), jnp.isnan(expected))
+    np.testing.assert_array_equal(jnp.isposinf(found), jnp.isposinf(expected))
+    np.testing.assert_array_equal(jnp.isneginf(found), jnp.isneginf(expected))
+
+
+@pytest.mark.parametrize("asked", [HIGH, HIGHEST])
+def test_the_largest_numbers_do_not_overflow(asked):
+    """3.4e38 is infinity where it is rounded to bfloat16."""
+    lhs, rhs = jnp.full((8, 256), 3.4e38), jnp.full((256, 128), 1e-30)
+    found = _by_pieces(_problem("float32", "float32", asked), lhs, rhs)
+    np.testing.assert_allclose(found, 3.4e8 * 256, rtol=1e-4 if asked == HIGH else 1e-6)
+
+
+@pytest.mark.parametrize(("lhs", "rhs", "asked", "passes"), PASSES[:6])
+def test_what_mosaic_is_asked_for(lhs, rhs, asked, passes):
+    """In the program for a TPU, of a product and of both its gradients: bfloat16, as it is."""
 
     def product(x, y):
         out = None if lhs == rhs else "float32"  # a mixture has to be asked for
@@ -112,8 +169,7 @@ def test_what_mosaic_is_asked_for(lhs, rhs, asked, used):
     kernels = [base64.b64decode(body) for body in re.findall(r"body\\22: \\22([\w+/=]+)", text)]
     assert len(kernels) == 3
     for kernel in kernels:
-        found = re.findall(rb"contract_precision<(\w+)>", kernel)
-        assert found == ([] if used is None else [used.encode()])
+        assert not re.findall(rb"contract_precision<(\w+)>", kernel)
 
 
 def test_an_algorithm_as_the_default_is_the_highest_precision():

@@ -271,7 +271,7 @@ def product(m, resolver):
     return f.lower(x).as_text()
 
 warnings.showwarning = lambda message, *_: warned.append(str(message))
-tuned = po.AutotuneResolver(timer=timer, directory=folder, budget_seconds=1.0)
+tuned = po.AutotuneResolver(timer=timer, directory=folder, budget_seconds=30.0)
 if index == 0:
     time.sleep(1.0)  # the other one waits
 text = product(8, tuned)

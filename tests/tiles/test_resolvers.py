@@ -195,8 +195,8 @@ MIB = 1024 * 1024
         # A transposed and masked copy of lhs.
         ("bfloat16 bfloat16 bfloat16", "default", "TN", 4000, 12),
         ("float32 float32 float32", "default", "NN", 4096, 18),
-        # Four copies of the lhs block of 4 MiB.
-        ("float32 float32 float32", "highest", "NN", 4096, 34),
+        # Three pieces of bfloat16 of 6 MiB, and three products of 2.
+        ("float32 float32 float32", "highest", "NN", 4096, 33),
         # lhs raised to float32: one copy.
         ("bfloat16 float32 float32", "default", "NN", 4096, 18),
     ],
