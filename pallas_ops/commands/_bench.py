@@ -234,6 +234,7 @@ def _print_rows(rows: "list[Row]", device: str) -> None:
     failed = [row for row in rows if row.seconds is None]
     for row in failed:
         console.print(f"No time of {row.provider} for {row.m} x {row.k} x {row.n}: {row.note}")
+    _print_targets(rows, console)
     if all(row.kind == "measured" for row in rows):
         console.print(f"Measured here, on a {device}, without dispatch.")
         return
@@ -243,6 +244,25 @@ def _print_rows(rows: "list[Row]", device: str) -> None:
         f"Predicted for a {device}, not measured: schedules of {libtpu_name()}, read by a model. "
         f"So is XLA's, but where its note says otherwise: --json, --csv."
     )
+
+
+def _print_targets(rows: "list[Row]", console: "Console") -> None:
+    from rich import box
+    from rich.table import Table
+
+    from ._targets import targets
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("asked")
+    for name in ("at least", "met", "worst"):
+        table.add_column(name, justify="right")
+    table.add_column("of")
+    for target in targets(rows):
+        worst, product = target.worst
+        met = f"{target.met} of {len(target.ratios)}"
+        table.add_row(target.asked, f"{target.least:g}", met, f"{worst:.3f}", product)
+    if table.rows:
+        console.print(table)
 
 
 @command.command("published")

@@ -22,6 +22,7 @@ from ..compiler import (
     xla_estimate_seconds,
     xla_time,
 )
+from ..compiler._judge import mxu_seconds
 from ..kernels import xla_matmul
 from ..tiles import CachedResolver, candidates, TileConfig, TileProblem, vmem_limit_bytes
 from ..tiles._ranking import compile_job, rank
@@ -56,6 +57,7 @@ class Row:
     - `flops`: of the product.
     - `kind`: `"predicted"` or `"measured"`.
     - `roofline_seconds`: the least that the chip could take.
+    - `roofline_bound`: whose time that is, `"mxu"` or `"hbm"`.
     - `calibrated`: whether the model that predicts was compared with timings of this TPU.
     - `static_mxu_use`: the part of a step in which the busiest MXU works, where that was compiled.
     - `xla_estimate_seconds`: for XLA's dot, its own estimate.
@@ -73,10 +75,15 @@ class Row:
     flops: int
     kind: str
     roofline_seconds: float
+    roofline_bound: str
     calibrated: bool
     static_mxu_use: float | None = None
     xla_estimate_seconds: float | None = None
     note: str = ""
+
+    @property
+    def itemsize(self) -> int:
+        return jnp.dtype(self.dtype).itemsize
 
     @property
     def tflops(self) -> float | None:
@@ -96,6 +103,7 @@ class Row:
             "kind": self.kind,
             "calibrated": self.calibrated,
             "roofline_us": self.roofline_seconds * 1e6,
+            "roofline_bound": self.roofline_bound,
             "static_mxu_use": self.static_mxu_use,
             "xla_estimate_us": microseconds(self.xla_estimate_seconds),
             "note": self.note,
@@ -131,6 +139,7 @@ class _Case:
     def row(self, provider: str, kind: str, **fields: Any) -> Row:
         m, k, n = self.shape
         on = chip(self.device)
+        least = roofline_seconds(self.problem.matmul, on)
         return Row(
             m=m,
             k=k,
@@ -140,7 +149,8 @@ class _Case:
             provider=provider,
             flops=self.problem.matmul.flops,
             kind=kind,
-            roofline_seconds=roofline_seconds(self.problem.matmul, on),
+            roofline_seconds=least,
+            roofline_bound="hbm" if least > mxu_seconds(self.problem.matmul, on) else "mxu",
             calibrated=on.calibrated,
             **fields,
         )

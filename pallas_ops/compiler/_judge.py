@@ -42,14 +42,18 @@ def peak_operations_per_second(problem: MatmulProblem, chip: Chip) -> float:
     return 2 * chip.num_mxus * chip.mxu_size**2 * rate * chip.clock_hertz
 
 
+def mxu_seconds(problem: MatmulProblem, chip: Chip) -> float:
+    """The least time that the MXUs of one TensorCore take."""
+    return problem.flops / peak_operations_per_second(problem, chip)
+
+
 def roofline_seconds(problem: MatmulProblem, chip: Chip) -> float:
     """The least time that the chip could take: the larger of its MXUs' and of HBM's.
 
     Each operand is read once and the result is written once, at the bandwidth of JAX's hardware
     table, and every MXU works in every cycle.
     """
-    compute = problem.flops / peak_operations_per_second(problem, chip)
-    return max(compute, problem.bytes_accessed / chip.bytes_per_second)
+    return max(mxu_seconds(problem, chip), problem.bytes_accessed / chip.bytes_per_second)
 
 
 def lower_bound_seconds(

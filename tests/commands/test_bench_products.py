@@ -38,6 +38,7 @@ FIELDS = {
     "kind",
     "calibrated",
     "roofline_us",
+    "roofline_bound",
     "static_mxu_use",
     "xla_estimate_us",
     "note",
@@ -86,6 +87,7 @@ def test_rows_of_one_shape(tmp_path):
     assert files["png"].stat().st_size > 10_000
     assert "256 x 512 x 384" in result.stdout
     assert "Predicted for a v5e, not measured: schedules of libtpu" in result.stdout
+    assert "of all three products" in result.stdout
 
 
 def test_the_stored_tile_is_the_tuned_one():
@@ -133,6 +135,7 @@ def _row(product, provider, m):
     return _benchmark.Row(
         m=m, k=256, n=256, dtype="bfloat16", product=product, provider=provider, tile=None,
         seconds=1e-6, flops=2 * m * 256 * 256, kind="predicted", roofline_seconds=1e-7,
+            roofline_bound="mxu",
         calibrated=True,
     )  # fmt: skip
 
