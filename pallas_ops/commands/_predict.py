@@ -30,6 +30,15 @@ if TYPE_CHECKING:
 @click.argument("n", type=click.IntRange(min=1))
 @problem_options
 @product_option
+@click.option("--bias", is_flag=True, help="The kernel adds a bias.")
+@click.option(
+    "--activation",
+    type=click.Choice(["relu", "gelu", "exact-gelu", "silu", "tanh"]),
+    help="The kernel applies an activation.",
+)
+@click.option(
+    "--derivative", is_flag=True, help="And returns its derivative too, as under jax.grad."
+)
 @click.option("--device", default="v5e", show_default=True, help="The TPU to compile for.")
 @click.option(
     "--tile",
@@ -71,6 +80,9 @@ def command(
     layout: str,
     precision: str,
     product: str,
+    bias: bool,
+    activation: str | None,
+    derivative: bool,
     device: str,
     tiles: list[tuple[int, ...]],
     candidates: int,
@@ -104,6 +116,9 @@ def command(
             out_dtype=out_dtype,
             layout=layout,
             precision=precision,
+            bias=bias,
+            activation=activation,
+            derivative=derivative,
             device=device_name(device, "cpu"),
             implementation="mosaic",
         )

@@ -13,6 +13,15 @@ from ..tiles import collect, TileProblem
 
 PRODUCTS = ("forward", "lhs_cotangent", "rhs_cotangent")
 
+ACTIVATIONS = {
+    "relu": jax.nn.relu,
+    "gelu": jax.nn.gelu,
+    "exact-gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "silu": jax.nn.silu,
+    "tanh": jnp.tanh,
+}
+"""Some of what a kernel may apply, by the names of the command line."""
+
 
 def device_name(device: str | None, platform: str) -> str | None:
     """The TPU that is meant: the one that is named, else the one that is here, else any.
@@ -60,6 +69,9 @@ def make_problem(
     device: str | None,
     implementation: str,
     weights: str | None = None,
+    bias: bool = False,
+    activation: str | None = None,
+    derivative: bool = False,
 ) -> TileProblem:
     """The problem of a product with these sizes, or of one of its two gradients.
 
@@ -71,6 +83,9 @@ def make_problem(
     - `m`, `k`, `n`: the sizes of the forward product.
     - `device`: a generation, the kind of a TPU that is not known here, or `None`.
     - `weights`: `"int8"`, where K x N is that, with a scale for each column.
+    - `bias`, `activation`: what the kernel of the forward product does to the sums; the activation
+        is one of `ACTIVATIONS`.
+    - `derivative`: whether it returns the activation's derivative too, as under `jax.grad`.
 
     **Raises:**
 
@@ -87,8 +102,20 @@ def make_problem(
         raise ValueError(
             f"a product of {operand.dtype} has no gradients, and {product!r} was asked for."
         )
+    epilogue: dict[str, Any] = {}
+    if bias:
+        epilogue["bias"] = jnp.ones((n,), jnp.dtype(dtype))
+    if activation is not None:
+        epilogue["activation"] = ACTIVATIONS[activation]
+    if epilogue and product != "forward":
+        raise ValueError(
+            f"bias and activation are the forward product's, and {product!r} has none."
+        )
+    if derivative and activation is None:
+        raise ValueError("a derivative is that of an activation, and none was named.")
     forward = functools.partial(
         matmul if weights is None else functools.partial(_scaled, n=n),
+        **epilogue,
         transpose_lhs=transpose_lhs,
         transpose_rhs=transpose_rhs,
         preferred_element_type=out.dtype,
@@ -101,7 +128,12 @@ def make_problem(
     def gradient_of_rhs(lhs, rhs, cotangent):
         return jax.vjp(lambda rhs: forward(lhs, rhs), rhs)[1](cotangent)
 
-    functions = (lambda lhs, rhs, _: forward(lhs, rhs), gradient_of_lhs, gradient_of_rhs)
+    def product_itself(lhs, rhs, _):
+        if derivative:
+            return jax.vjp(lambda lhs: forward(lhs, rhs), lhs)[0]
+        return forward(lhs, rhs)
+
+    functions = (product_itself, gradient_of_lhs, gradient_of_rhs)
     function = dict(zip(PRODUCTS, functions, strict=True))[product]
     known = device if find_generation(device) else None
     # A call that names its implementation is refused here for what the kernel does not have.

@@ -89,4 +89,6 @@ class TileProblem:
 
     def describe(self) -> str:
         """One line for messages."""
-        return f"{self.matmul.describe()}, for {self.device or 'any TPU'} ({self.implementation})"
+        epilogue = f", epilogue {self.epilogue}" if self.epilogue else ""
+        where = f"for {self.device or 'any TPU'} ({self.implementation})"
+        return f"{self.matmul.describe()}{epilogue}, {where}"

@@ -43,6 +43,36 @@ def _json(*arguments):
     return json.loads(result.stdout)
 
 
+@pytest.mark.parametrize(
+    ("options", "label"),
+    [
+        (["--bias"], "bias:bfloat16 identity"),
+        (["--bias", "--activation", "silu", "--derivative"], "bias:bfloat16 "),
+    ],
+)
+def test_an_epilogue(options, label):
+    """Its kernel is another one, and little slower than that of the product alone."""
+    of = (512, 1024, 512, "--tile", "256,1024,256")
+    bare, fused = (_json(*of, *more)["tiles"][0] for more in ([], options))
+    assert fused["compiles"]
+    assert 1 < fused["predicted_us"] / bare["predicted_us"] < 1.5
+    assert f"epilogue {label}" in _run(*of, *options).stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--derivative"], "is that of an activation"),
+        (["--bias", "--product", "lhs_cotangent"], "'lhs_cotangent' has none"),
+        (["--activation", "softmax"], "'softmax' is not one of"),
+    ],
+)
+def test_an_epilogue_that_is_none(options, message):
+    result = _run(512, 1024, 512, *options)
+    assert result.exit_code != 0
+    assert message in result.stderr
+
+
 @pytest.fixture
 def answers(monkeypatch):
     """Sets what every pool says, in place of a compiler."""
