@@ -322,7 +322,7 @@ def pallas_matmul(
         prologue = Prologue(problem, (block_m, block_k, block_n), prologue_parts)
     accumulates = prologue is not None or any(grid[axis] > 1 for axis in reduction_axes)
     scratch = [pltpu.VMEM((block_m, block_n), problem.accumulator_dtype)] if accumulates else []
-    kernel = functools.partial(
+    kernel: Callable[..., None] = functools.partial(
         _matmul_kernel,
         problem=problem,
         block_shape=(block_m, block_k, block_n),

@@ -30,7 +30,8 @@ def run_kernel(
     - `prologue_parts`, `column_sums`: as in `pallas_matmul`. Sums that the kernel cannot return are
         taken beside it.
     """
-    if column_sums and (problem.is_empty or not kernel_sums_columns(problem, blocks)):
+    in_kernel = not problem.is_empty and kernel_sums_columns(problem, blocks, prologue_parts)
+    if column_sums and not in_kernel:
         product = run_kernel(
             problem,
             blocks,
@@ -39,6 +40,7 @@ def run_kernel(
             vmem_limit_bytes=vmem_limit_bytes,
             prologue_parts=prologue_parts,
         )
+        assert isinstance(product, jax.Array)
         return product, sum_columns(problem, operands[0])
     if problem.is_empty:
         # Nothing to multiply: what is left to do is no matter of blocks.

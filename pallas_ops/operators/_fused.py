@@ -173,14 +173,14 @@ def _linear_tangent(primals: Any, tangents: Any, params: dict[str, Any]) -> jax.
     scale = columns_by_name(columns, **flags)["scale"]
     tangent_of = columns_by_name(column_tangents, **flags)
     dtype = params["product_dtype"]
-    jointly = _sums_with_product(params)
-    jointly = jointly and rhs_tangent is not None and tangent_of["bias"] is not None
+    bias_tangent = tangent_of["bias"]
     products, terms = [], []
     if lhs_tangent is not None:
         products.append(_alone(lhs_tangent, rhs, dtype, params))
-    if jointly:
+    if rhs_tangent is not None and bias_tangent is not None and _sums_with_product(params):
         # The transpose of both at once reads the cotangent once.
-        terms += bind_fused(lhs, rhs_tangent, tangent_of["bias"], **params)
+        terms += bind_fused(lhs, rhs_tangent, bias_tangent, **params)
+        bias_tangent = None
     elif rhs_tangent is not None:
         products.append(_alone(lhs, rhs_tangent, dtype, params))
     for product in products:
@@ -190,9 +190,9 @@ def _linear_tangent(primals: Any, tangents: Any, params: dict[str, Any]) -> jax.
         # Without its scale it may be too large for a narrow dtype.
         product = _alone(lhs, rhs, _accumulator_dtype(primals, params), params)
         terms.append(_scaled(product, tangent_of["scale"]).astype(params["out_dtype"]))
-    if tangent_of["bias"] is not None and not jointly:
+    if bias_tangent is not None:
         out = jax.ShapeDtypeStruct(_problem(primals, params).out_shape, params["out_dtype"])
-        terms.append(_as_rows(tangent_of["bias"], out))
+        terms.append(_as_rows(bias_tangent, out))
     return functools.reduce(jnp.add, terms)
 
 

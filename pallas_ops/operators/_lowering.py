@@ -37,14 +37,14 @@ def _automatic_devices(ctx: mlir.LoweringRuleContext) -> int:
 
 
 def is_made_by_a_kernel(ctx: mlir.LoweringRuleContext, value: Any) -> bool:
-    """Whether a kernel makes this value, so that XLA fuses nothing with what makes it."""
+    """Whether a TPU's kernel makes this value, so that XLA fuses nothing with what makes it."""
     made_by = value.owner
     name = getattr(made_by, "name", None)  # arguments of a function have a block for an owner
     if name in ("stablehlo.reshape", "stablehlo.transpose"):
         return is_made_by_a_kernel(ctx, made_by.operands[0])
     if name == "func.call":
         function = ctx.module_context.symbol_table[made_by.attributes["callee"].value]
-        returned = function.body.blocks[0].operations[-1].operands
+        returned = function.regions[0].blocks[0].operations[-1].operands
         return is_made_by_a_kernel(ctx, returned[list(made_by.results).index(value)])
     target = "call_target_name"
     return name == "stablehlo.custom_call" and made_by.attributes[target].value == "tpu_custom_call"

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex_core
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.interpreters import ad, batching, mlir
@@ -23,6 +24,7 @@ from ._primitive import (
     bind_matmul,
     evaluate,
     mapped_first,
+    matmul_p,
     refuse_explicit_sharding,
     reshaped,
     result_type,
@@ -95,18 +97,18 @@ def _with_layout(bind: Any, lhs: jax.Array, rhs: jax.Array, params: dict[str, An
 
 
 def _jvp(primals, tangents, **params):
-    """Of first order the results are linear, and made of what has a transposition rule."""
+    """Tangents are made of what has rules for everything."""
     lhs, rhs = primals
     lhs_tangent, rhs_tangent = tangents
     product, sums = _with_layout(bind_with_sums, lhs, rhs, params)
-    of_product, of_sums = ad.Zero.from_primal_value(product), ad.Zero.from_primal_value(sums)
+    terms = []
+    sums_tangent: Any = ad.Zero(jax.typeof(sums))
     if not isinstance(lhs_tangent, ad.Zero):
-        of_product = _with_layout(bind_matmul, lhs_tangent, rhs, params)
-        of_sums = sum_columns(_problem(lhs, rhs, params), lhs_tangent)
+        terms.append(_with_layout(bind_matmul, lhs_tangent, rhs, params))
+        sums_tangent = sum_columns(_problem(lhs, rhs, params), lhs_tangent)
     if not isinstance(rhs_tangent, ad.Zero):
-        of_rhs = _with_layout(bind_matmul, lhs, rhs_tangent, params)
-        of_product = ad.add_tangents(of_product, of_rhs)
-    return [product, sums], [of_product, of_sums]
+        terms.append(_with_layout(bind_matmul, lhs, rhs_tangent, params))
+    return [product, sums], [functools.reduce(jnp.add, terms), sums_tangent]
 
 
 ad.primitive_jvps[matmul_with_sums_p] = _jvp
@@ -118,31 +120,33 @@ def _batch(operands, dims, **params):
     params = {**params, "sum_leading": (False, *params["sum_leading"])}
     product, sums = _with_layout(bind_with_sums, lhs, rhs, params)
     if dims[0] is None:
-        return [product, lax.squeeze(sums, [0])], [0, batching.not_mapped]
+        return [product, lax.squeeze(sums, [0])], [0, None]
     return [product, sums], [0, 0]
 
 
 batching.primitive_batchers[matmul_with_sums_p] = _batch
 
 
-def _lower(ctx, lhs, rhs, *, platform: str | None, **params):
+# They run the kernel for what it computes, and for no time that it saves.
+_INTERPRETERS = ("interpret", "tpu_interpret")
+
+
+def _lower(ctx, lhs, rhs, **params):
     """The kernel sums what XLA would read once more for that, and nothing else: it takes time."""
-    problem = _problem(*ctx.avals_in, params)
-    lower = functools.partial(lower_product, platform=platform, params=params)
-    if platform != "tpu" or is_made_by_a_kernel(ctx, lhs):
-        return lower(ctx, problem, lhs, rhs, column_sums=True)
-    of_product, of_sums = ctx.avals_out
-    product = lower(ctx.replace(avals_out=[of_product]), problem, lhs, rhs)
-    sums = mlir.lower_fun(functools.partial(sum_columns, problem), multiple_results=False)
-    alone = ctx.replace(avals_in=ctx.avals_in[:1], avals_out=[of_sums])
-    return [*product, *sums(alone, lhs)]
+    lhs_aval, rhs_aval = ctx.avals_in
+    problem = _problem(lhs_aval, rhs_aval, params)
+    by_kernel = functools.partial(lower_product, ctx, problem, lhs, rhs, params=params)
+    if is_made_by_a_kernel(ctx, lhs):
+        return by_kernel(platform="tpu", column_sums=True)
+    if params["implementation"] in _INTERPRETERS:
+        return by_kernel(platform=None, column_sums=True)
+
+    def apart(lhs, rhs):
+        return matmul_p.bind(lhs, rhs, **params), sum_columns(problem, lhs)
+
+    plain = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
+    return mlir.lower_fun(apart, multiple_results=True)(ctx.replace(avals_in=plain), lhs, rhs)
 
 
-for _platform in (None, "tpu"):
-    mlir.register_lowering(
-        matmul_with_sums_p,
-        functools.partial(_lower, platform=_platform),
-        platform=_platform,
-        # It depends on what made lhs.
-        cacheable=False,
-    )
+# Not to be cached, since it depends on what made lhs.
+mlir.register_lowering(matmul_with_sums_p, _lower, cacheable=False)

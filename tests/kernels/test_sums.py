@@ -1,6 +1,5 @@
 """The sums of lhs over k that the kernel returns beside a product."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -53,7 +52,11 @@ CASES = {
         (128, 16, 128),
         1,
     ),
-    "shared rhs": (_problem(200, 40, 150, leading=((3,), (1,)), summed=(False,)), (128, 40, 128), 1),
+    "shared rhs": (
+        _problem(200, 40, 150, leading=((3,), (1,)), summed=(False,)),
+        (128, 40, 128),
+        1,
+    ),
     "summed axes": (
         _problem(200, 40, 150, leading=((3, 2), (3, 2)), summed=(True, False)),
         (128, 24, 128),
