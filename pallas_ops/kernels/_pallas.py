@@ -146,7 +146,7 @@ def _matmul_kernel(
     `steps` is where in the grid it is, for a caller who calls inside of a condition.
 
     Where `part` is given, it is the very first step, whose blocks come in `parts` along k, each
-    when `part` returns it; the references are to blocks of which no more is there.
+    when `part` returns it; the references to blocks are to be read after the last one.
     """
     block_k, k_axis = block_shape[1], reduction_axes[-1]
     steps = [pl.program_id(axis) for axis in range(len(grid))] if steps is None else steps

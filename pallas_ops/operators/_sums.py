@@ -12,7 +12,7 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching, mlir, partial_eval as pe
 
 from ..kernels import column_sums_type, MatmulProblem, problem_of, sum_columns
 from ..tiles import TileChoice
@@ -125,6 +125,25 @@ def _batch(operands, dims, **params):
 
 
 batching.primitive_batchers[matmul_with_sums_p] = _batch
+
+
+def _dce(used: list[bool], *given: Any) -> Any:
+    """Where one result is not used, as by who trains the biases alone, the other is left."""
+    *_, equation = given  # behind which operands are needed elsewhere, since jax 0.12
+    product_is_used, sums_are_used = used
+    if product_is_used and sums_are_used:
+        return [True, True], equation
+    if product_is_used:
+        return [True, True], equation.replace(primitive=matmul_p, outvars=equation.outvars[:1])
+    if not sums_are_used:
+        return [False, False], None
+    lhs, rhs = equation.invars
+    sums = jax.jit(functools.partial(sum_columns, _problem(lhs.aval, rhs.aval, equation.params)))
+    (call,) = jax.make_jaxpr(sums)(lhs.aval).eqns
+    return [True, False], call.replace(invars=[lhs], outvars=equation.outvars[1:])
+
+
+pe.dce_rules[matmul_with_sums_p] = _dce
 
 
 # They run the kernel for what it computes, and for no time that it saves.
