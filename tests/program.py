@@ -15,5 +15,5 @@ def equations(function, *args):
 
 def operator_calls(function, *args):
     """The equations that are calls of the operator."""
-    names = ("pallas_ops_matmul", "pallas_ops_fused_matmul")
+    names = ("pallas_ops_matmul", "pallas_ops_fused_matmul", "pallas_ops_matmul_with_sums")
     return [e for e in equations(function, *args) if e.primitive.name in names]

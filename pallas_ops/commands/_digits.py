@@ -171,7 +171,8 @@ def count_equations(jaxpr: Any, primitives: Sequence[str]) -> int:
 def operator_calls(training: Training) -> int:
     """The products of `pallas_ops.matmul` in one training step."""
     jaxpr = jax.make_jaxpr(training.step)(*step_arguments(training))
-    return count_equations(jaxpr, ("pallas_ops_matmul", "pallas_ops_fused_matmul"))
+    names = ("pallas_ops_matmul", "pallas_ops_fused_matmul", "pallas_ops_matmul_with_sums")
+    return count_equations(jaxpr, names)
 
 
 def tpu_kernels(training: Training, device: str) -> int:

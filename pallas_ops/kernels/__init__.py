@@ -30,4 +30,5 @@ from ._prologue import (
     why_no_parts as why_no_parts,
 )
 from ._run import run_kernel as run_kernel
+from ._sums import column_sums_type as column_sums_type, sum_columns as sum_columns
 from ._xla import xla_matmul as xla_matmul

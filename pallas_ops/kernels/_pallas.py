@@ -15,6 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ._pieces import mxu_passes, product_of_pieces
 from ._problem import MatmulProblem, promoted_dtype
 from ._prologue import Prologue
+from ._sums import column_sums_type, with_column_sums
 
 
 KERNEL_VERSION = 3
@@ -128,7 +129,7 @@ def _matmul_kernel(
     `steps` is where in the grid it is, for a caller who calls inside of a condition.
 
     Where `part` is given, it is the very first step, whose blocks come in `parts` along k, each
-    when `part` returns it; there are no references to whole blocks then.
+    when `part` returns it; the references to blocks are to be read after the last one.
     """
     block_k, k_axis = block_shape[1], reduction_axes[-1]
     steps = [pl.program_id(axis) for axis in range(len(grid))] if steps is None else steps
@@ -234,6 +235,7 @@ def pallas_matmul(
     vmem_limit_bytes: int | None = None,
     textbook: bool = False,
     prologue_parts: int = 1,
+    column_sums: bool = False,
 ) -> Callable[..., jax.Array | tuple[jax.Array, ...]]:
     """The Pallas call that computes `problem` with one choice of blocks.
 
@@ -251,11 +253,13 @@ def pallas_matmul(
         accumulator with zeros, and the last one stores it after adding.
     - `prologue_parts`: in how many parts of k the first blocks are fetched, see `Prologue`. With
         more than one, the steps run in order, on one TensorCore.
+    - `column_sums`: whether the sums of lhs over k are returned too, as of `column_sums_type`.
+        For a transposed lhs that no leading axis shares, and no epilogue.
 
     **Returns:**
 
     A function from `lhs`, `rhs` and the arrays that the epilogue reads to the product; with an
-    epilogue, to a tuple of its outputs.
+    epilogue, to a tuple of its outputs; with `column_sums`, to the product and these.
     """
     kept = [axis for axis, summed in enumerate(problem.sum_leading) if not summed]
     summed = [axis for axis, summed in enumerate(problem.sum_leading) if summed]
@@ -292,13 +296,16 @@ def pallas_matmul(
     rhs_spec = block_spec(problem.rhs_shape, *((n, k) if problem.transpose_rhs else (k, n)))
     column_specs = [block_spec(array.shape, (1, None), n) for array in problem.columns]
     out_specs = [block_spec(problem.out_shape, m, n) for _ in range(problem.outputs)]
+    sums_shape, sums_dtype = column_sums_type(problem)
+    if column_sums:
+        out_specs.append(block_spec(sums_shape, (1, None), m))
 
     prologue = None
     if prologue_parts > 1:
         prologue = Prologue(problem, (block_m, block_k, block_n), prologue_parts)
     accumulates = prologue is not None or any(grid[axis] > 1 for axis in reduction_axes)
     scratch = [pltpu.VMEM((block_m, block_n), problem.accumulator_dtype)] if accumulates else []
-    kernel = functools.partial(
+    kernel: Callable[..., None] = functools.partial(
         _matmul_kernel,
         problem=problem,
         block_shape=(block_m, block_k, block_n),
@@ -309,6 +316,12 @@ def pallas_matmul(
         parts=prologue_parts,
     )
     sequential_axes = reduction_axes
+    if column_sums:
+        kernel = with_column_sums(
+            kernel, problem=problem, block_k=block_k, grid=grid, n_axis=n_axis
+        )
+        # Only the first block of n adds to the sums.
+        sequential_axes = (n_axis, *sequential_axes)
     if prologue is not None:
         kernel = functools.partial(prologue.kernel, step=kernel)
         lhs_spec = rhs_spec = pl.BlockSpec(memory_space=pl.ANY)
@@ -341,7 +354,11 @@ def pallas_matmul(
         out_shape = jax.ShapeDtypeStruct(
             problem.out_shape, problem.out_dtype, manual_axis_type=varying
         )
-        outputs = call(out_shape=[out_shape] * problem.outputs)(*operands)
-        return outputs[0] if problem.epilogue is None else tuple(outputs)
+        out_shapes = [out_shape] * problem.outputs
+        if column_sums:
+            sums = jax.ShapeDtypeStruct(sums_shape, sums_dtype, manual_axis_type=varying)
+            out_shapes.append(sums)
+        outputs = call(out_shape=out_shapes)(*operands)
+        return outputs[0] if problem.epilogue is None and not column_sums else tuple(outputs)
 
     return run

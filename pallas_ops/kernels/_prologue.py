@@ -104,8 +104,8 @@ class Prologue:
         **Arguments:**
 
         - `step(lhs_ref, rhs_ref, *refs, steps)`: what a step does with its blocks, where `steps`
-            is its place in the grid. The very first one is called without references to them, and
-            with `part`: `part(index)` waits for a part of both, and returns it.
+            is its place in the grid. The very first one is called before they are there, and with
+            `part`: `part(index)` waits for a part of both, and returns it.
         """
         *others, lhs_buffers, rhs_buffers, arrived, part_arrived = refs
         block_m, block_k, block_n = self.blocks
@@ -172,7 +172,8 @@ class Prologue:
                 for copy in part_copies(index):
                     copy.start()
             fetch_following()
-            step(None, None, *others, steps=(m, n, k), part=part)
+            first = lhs_buffers.at[0], rhs_buffers.at[0]
+            step(*first, *others, steps=(m, n, k), part=part)
 
         @pl.when(number != 0)
         def _():

@@ -4,6 +4,7 @@ import jax
 
 from ._pallas import pallas_matmul
 from ._problem import MatmulProblem
+from ._sums import kernel_sums_columns, sum_columns
 from ._tpu_interpret import tpu_interpret_matmul
 from ._xla import xla_matmul
 
@@ -15,6 +16,7 @@ def run_kernel(
     implementation: str,
     vmem_limit_bytes: int | None = None,
     prologue_parts: int = 1,
+    column_sums: bool = False,
 ) -> jax.Array | tuple[jax.Array, ...]:
     """The product by the kernel; of a problem with an epilogue, all of its outputs.
 
@@ -25,18 +27,34 @@ def run_kernel(
     - `*operands`: lhs, rhs, and what the epilogue reads.
     - `implementation`: `"mosaic"`, `"interpret"` or `"tpu_interpret"`.
     - `vmem_limit_bytes`: the scoped VMEM limit in bytes; `None` is the compiler's default.
-    - `prologue_parts`: as in `pallas_matmul`.
+    - `prologue_parts`, `column_sums`: as in `pallas_matmul`. Sums that the kernel cannot return are
+        taken beside it.
     """
+    in_kernel = not problem.is_empty and kernel_sums_columns(problem, blocks, prologue_parts)
+    if column_sums and not in_kernel:
+        product = run_kernel(
+            problem,
+            blocks,
+            *operands,
+            implementation=implementation,
+            vmem_limit_bytes=vmem_limit_bytes,
+            prologue_parts=prologue_parts,
+        )
+        assert isinstance(product, jax.Array)
+        return product, sum_columns(problem, operands[0])
     if problem.is_empty:
         # Nothing to multiply: what is left to do is no matter of blocks.
         return xla_matmul(problem, *operands)
     if implementation == "tpu_interpret":
-        return tpu_interpret_matmul(problem, blocks, *operands, prologue_parts=prologue_parts)
+        return tpu_interpret_matmul(
+            problem, blocks, *operands, prologue_parts=prologue_parts, column_sums=column_sums
+        )
     kernel = pallas_matmul(
         problem,
         *blocks,
         interpret=implementation == "interpret",
         vmem_limit_bytes=vmem_limit_bytes,
         prologue_parts=prologue_parts,
+        column_sums=column_sums,
     )
     return kernel(*operands)

@@ -6,11 +6,14 @@ Nothing here is transposed in memory: only the layout flags change.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
 from ..tiles import TileChoice
+
+
+_Result = TypeVar("_Result")
 
 
 def _sum_to(size_of: tuple[int, ...], one: tuple[int, ...], other: tuple[int, ...]):
@@ -41,7 +44,7 @@ def lhs_cotangent(
 
 
 def rhs_cotangent(
-    product: Callable[..., jax.Array],
+    product: Callable[..., _Result],
     cotangent: jax.Array,
     lhs: jax.Array,
     rhs: Any,
@@ -49,8 +52,11 @@ def rhs_cotangent(
     transpose_lhs: bool,
     transpose_rhs: bool,
     tiles: TileChoice | None,
-) -> jax.Array:
-    """`lhs.T @ cotangent`, stored as `rhs` is, in its dtype. Only rhs' shape and dtype are read."""
+) -> _Result:
+    """`lhs.T @ cotangent`, stored as `rhs` is, in its dtype. Only rhs' shape and dtype are read.
+
+    Where rhs is transposed, the cotangent is the lhs of `product`, transposed as well.
+    """
     call = dict(
         sum_leading=_sum_to(rhs.shape, lhs.shape, cotangent.shape),
         out_dtype=rhs.dtype,

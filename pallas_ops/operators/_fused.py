@@ -20,6 +20,7 @@ from ..kernels import (
     promoted_dtype,
     scale_and_shift,
 )
+from ._derivatives import rhs_cotangent
 from ._fold import fold
 from ._lowering import lower_product
 from ._primitive import (
@@ -31,6 +32,7 @@ from ._primitive import (
     result_type,
     vary_alike,
 )
+from ._sums import bind_with_sums
 
 
 fused_matmul_p = jex_core.Primitive("pallas_ops_fused_matmul")
@@ -171,12 +173,16 @@ def _linear_tangent(primals: Any, tangents: Any, params: dict[str, Any]) -> jax.
     scale = columns_by_name(columns, **flags)["scale"]
     tangent_of = columns_by_name(column_tangents, **flags)
     dtype = params["product_dtype"]
-    products = []
+    bias_tangent = tangent_of["bias"]
+    products, terms = [], []
     if lhs_tangent is not None:
         products.append(_alone(lhs_tangent, rhs, dtype, params))
-    if rhs_tangent is not None:
+    if rhs_tangent is not None and bias_tangent is not None and _sums_with_product(params):
+        # The transpose of both at once reads the cotangent once.
+        terms += bind_fused(lhs, rhs_tangent, bias_tangent, **params)
+        bias_tangent = None
+    elif rhs_tangent is not None:
         products.append(_alone(lhs, rhs_tangent, dtype, params))
-    terms = []
     for product in products:
         product = product.astype(params["out_dtype"])
         terms.append(product if scale is None else _scaled(product, scale))
@@ -184,10 +190,56 @@ def _linear_tangent(primals: Any, tangents: Any, params: dict[str, Any]) -> jax.
         # Without its scale it may be too large for a narrow dtype.
         product = _alone(lhs, rhs, _accumulator_dtype(primals, params), params)
         terms.append(_scaled(product, tangent_of["scale"]).astype(params["out_dtype"]))
-    if tangent_of["bias"] is not None:
+    if bias_tangent is not None:
         out = jax.ShapeDtypeStruct(_problem(primals, params).out_shape, params["out_dtype"])
-        terms.append(_as_rows(tangent_of["bias"], out))
+        terms.append(_as_rows(bias_tangent, out))
     return functools.reduce(jnp.add, terms)
+
+
+def _sums_with_product(params: dict[str, Any]) -> bool:
+    """Whether the gradients of rhs and bias can be results of one kernel.
+
+    They can where the result is linear in both, and its cotangent is what is multiplied, as a
+    transposed lhs: the kernel sums the columns of no other operand.
+    """
+    is_linear = params["activation"] is None and not params["scaled"]
+    return is_linear and params["transpose_rhs"] and params["product_dtype"] == params["out_dtype"]
+
+
+def _transpose(cotangents, lhs, rhs, bias, **params):
+    """Of `lhs @ rhs + bias` with respect to rhs and bias, which `_linear_tangent` binds."""
+    (cotangent,) = cotangents
+    if isinstance(cotangent, ad.Zero):
+        return [None, None, None]
+    of_rhs, of_bias = ad.is_undefined_primal(rhs), ad.is_undefined_primal(bias)
+    to_rhs, to_bias = None, None
+    sums = cotangent
+    if of_rhs:
+        # An axis that the bias has and rhs has not is summed for rhs alone.
+        jointly = of_bias and all(
+            b in (1, r) for r, b in zip(rhs.aval.shape[:-2], bias.aval.shape[:-2], strict=True)
+        )
+        product = bind_like(params, bind_with_sums) if jointly else bind_like(params)
+        layout = _of(params, ("transpose_lhs", "transpose_rhs", "tiles"))
+        to_rhs = rhs_cotangent(product, cotangent, lhs, rhs.aval, **layout)
+        if jointly:
+            to_rhs, sums = to_rhs
+    if of_bias:
+        to_bias = _summed_like(sums, bias.aval)
+    return [None, to_rhs, to_bias]
+
+
+ad.primitive_transposes[fused_matmul_p] = _transpose
+
+
+def _summed_like(array: jax.Array, like: Any) -> jax.Array:
+    """The sum over all axes that are longer than in `like`, in 32 bits or more, rounded once."""
+    wide = promoted_dtype(array.dtype, np.dtype(np.float32))
+    pairs = enumerate(zip(array.shape, like.shape, strict=True))
+    axes = [axis for axis, (size, wanted) in pairs if size != wanted]
+    if axes:
+        array = jnp.sum(array.astype(wide), axis=axes, keepdims=True)
+    return array.astype(like.dtype)
 
 
 def _as_rows(columns: jax.Array, like: Any) -> jax.Array:

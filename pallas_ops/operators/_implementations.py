@@ -8,7 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._hardware import find_generation, GENERATIONS, TpuGeneration
-from ..kernels import Epilogue, MatmulProblem, problem_of, run_kernel, xla_matmul
+from ..kernels import (
+    Epilogue,
+    MatmulProblem,
+    problem_of,
+    run_kernel,
+    sum_columns,
+    xla_matmul,
+)
 from ..tiles import as_tile_choice, Resolution, resolve_tile, TileProblem, Tiles
 from ._derivatives import lhs_cotangent, rhs_cotangent
 from ._precision import resolve_precision
@@ -39,6 +46,7 @@ def _problem(
     out_dtype: Any = None,
     precision: Any = None,
     epilogue: Epilogue | None = None,
+    column_sums: bool = False,
     tiles: Tiles = None,
     device: str | None = None,
     can_be_timed: bool = False,
@@ -67,11 +75,11 @@ def _resolve(problem: MatmulProblem, implementation: str, call: dict[str, Any]) 
 
 
 # The operands are lhs, rhs, and what the epilogue of the call reads; with one, all of its outputs
-# are returned.
+# are returned, and with `column_sums` the product and these.
 def _kernel(*operands: jax.Array, implementation: str, **call: Any) -> Any:
     problem = _problem(*operands, **call)
     if problem.is_empty:
-        return xla_matmul(problem, *operands)
+        return _xla(*operands, **call)
     resolution = _resolve(problem, implementation, call)
     return run_kernel(
         problem,
@@ -80,6 +88,7 @@ def _kernel(*operands: jax.Array, implementation: str, **call: Any) -> Any:
         implementation=implementation,
         vmem_limit_bytes=resolution.vmem_limit_bytes,
         prologue_parts=int(resolution.tile.prologue_parts),
+        column_sums=call.get("column_sums", False),
     )
 
 
@@ -90,7 +99,8 @@ def _xla(*operands: jax.Array, **call: Any) -> Any:
     if named and not problem.is_empty and problem.why_not_in_kernel() is None:
         # XLA has no use for a tile, but a test on a CPU should meet what a TPU would refuse.
         _resolve(problem, "xla", call)
-    return xla_matmul(problem, *operands)
+    product = xla_matmul(problem, *operands)
+    return (product, sum_columns(problem, operands[0])) if call.get("column_sums") else product
 
 
 def _kernel_supports(*operands: Any, **call: Any) -> str | None:

@@ -36,12 +36,27 @@ def _automatic_devices(ctx: mlir.LoweringRuleContext) -> int:
     return getattr(context, "num_devices", None) or 1
 
 
+def is_made_by_a_kernel(ctx: mlir.LoweringRuleContext, value: Any) -> bool:
+    """Whether a TPU's kernel makes this value, so that XLA fuses nothing with what makes it."""
+    made_by = value.owner
+    name = getattr(made_by, "name", None)  # arguments of a function have a block for an owner
+    if name in ("stablehlo.reshape", "stablehlo.transpose"):
+        return is_made_by_a_kernel(ctx, made_by.operands[0])
+    if name == "func.call":
+        function = ctx.module_context.symbol_table[made_by.attributes["callee"].value]
+        returned = function.regions[0].blocks[0].operations[-1].operands
+        return is_made_by_a_kernel(ctx, returned[list(made_by.results).index(value)])
+    target = "call_target_name"
+    return name == "stablehlo.custom_call" and made_by.attributes[target].value == "tpu_custom_call"
+
+
 def lower_product(
     ctx: mlir.LoweringRuleContext,
     problem: MatmulProblem,
     *operands: Any,
     platform: str | None,
     params: dict[str, Any],
+    column_sums: bool = False,
 ):
     """The program of one product: the kernel, or XLA's own.
 
@@ -51,6 +66,7 @@ def lower_product(
     - `*operands`: lhs, rhs, and what the epilogue reads.
     - `platform`: what is compiled for, as far as an implementation names it.
     - `params`: of the primitive; looked at are `tiles`, `implementation` and `device`.
+    - `column_sums`: whether the sums of lhs are a second result.
 
     **Raises:**
 
@@ -65,6 +81,7 @@ def lower_product(
         out_dtype=problem.out_dtype,
         precision=problem.precision,
         epilogue=problem.epilogue,
+        column_sums=column_sums,
         tiles=params["tiles"],
         device=_device_kind(ctx) or params["device"],
         can_be_timed=_runs_here(ctx),
@@ -91,5 +108,5 @@ def lower_product(
     avals: Sequence[Any] = ctx.avals_in
     plain = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in avals]
     compute = functools.partial(implementation.function, **call)
-    lower = mlir.lower_fun(compute, multiple_results=problem.epilogue is not None)
+    lower = mlir.lower_fun(compute, multiple_results=problem.epilogue is not None or column_sums)
     return lower(ctx.replace(avals_in=plain), *operands)

@@ -1,7 +1,7 @@
 """`matmul` as a JAX primitive: abstract evaluation, derivatives, batching and lowering."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -149,10 +149,10 @@ def result_type(problem: MatmulProblem, lhs: jax.core.ShapedArray) -> jax.core.S
     )
 
 
-def bind_like(params: dict[str, Any]):
+def bind_like(params: dict[str, Any], bind: Callable[..., Any] = bind_matmul):
     """The product function for the derivative rules: all that a call said stays said."""
     options = CallOptions(params["implementation"], device=params["device"])
-    return functools.partial(bind_matmul, precision=params["precision"], options=options)
+    return functools.partial(bind, precision=params["precision"], options=options)
 
 
 def _layout(params: dict[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ _EPILOGUE = ("scaled", "biased", "activation", "orders")
 # By name: the primitives are of a higher room.
 _PRIMITIVES: Mapping[str, tuple[Callable, tuple[str, ...]]] = {
     "pallas_ops_matmul": (problem_of, _FIELDS),
+    "pallas_ops_matmul_with_sums": (problem_of, _FIELDS),
     "pallas_ops_fused_matmul": (fused_problem_of, (*_FIELDS, *_EPILOGUE)),
 }
 

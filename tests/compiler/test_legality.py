@@ -20,6 +20,7 @@ from jax import lax
 import pallas_ops as po
 from pallas_ops._hardware import GENERATIONS
 from pallas_ops.compiler import compile_for_tpu
+from pallas_ops.kernels import pallas_matmul
 
 
 LAYOUTS = list(itertools.product([False, True], repeat=2))
@@ -233,6 +234,54 @@ def test_every_layout_and_edge_with_an_epilogue(generation, dtypes):
     assert compiled.as_text().count('custom_call_target="tpu_custom_call"') == len(cases)
 
 
+@pytest.mark.parametrize("dtypes", ["f32", "bf16", "bf16 to f32", "bf16 x f32", "f32 x bf16"])
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_column_sums(generation, dtypes):
+    """Each form of the loop over a block's rows, edges, leading axes, and first blocks in parts."""
+    names = DTYPES[dtypes]
+    cases = [
+        ((256, 512, 256), (128, 256, 128), (), (), 1),  # whole rounds of the loop
+        ((256, 1104, 300), (128, 1104, 128), (), (), 1),  # and a rest
+        ((300, 1000, 300), (128, 560, 128), (), (), 1),  # and an edge
+        ((2000, 300, 140), (1024, 128, 128), (), (), 1),
+        ((5000, 40, 16), (4224, 32, 16), (), (), 1),
+        ((7, 3, 9), (7, 3, 9), (), (), 1),
+        ((140, 1, 1), (128, 1, 1), (), (), 1),
+        ((300, 100, 300), (128, 48, 128), (3, 2), (True, False), 1),
+        ((512, 512, 512), (256, 512, 256), (), (), 4),
+    ]
+    dtype_of = [np.dtype(jnp.dtype(name)) for name in names]
+    kernels, operands = [], []
+    for (m, k, n), blocks, leading, summed, parts in cases:
+        for transpose_rhs in (False, True):
+            rhs = (n, k) if transpose_rhs else (k, n)
+            problem = po.MatmulProblem(
+                (*leading, k, m),
+                (*leading, *rhs),
+                *dtype_of,
+                transpose_lhs=True,
+                transpose_rhs=transpose_rhs,
+                sum_leading=summed,
+            )
+            if transpose_rhs and (blocks[1] < k and blocks[1] % 128):
+                continue
+            kernel = pallas_matmul(
+                problem,
+                *blocks,
+                prologue_parts=1 if transpose_rhs else parts,
+                vmem_limit_bytes=32 * 1024 * 1024,
+                column_sums=True,
+            )
+            kernels.append(kernel)
+            operands.append(tuple(map(_array, (problem.lhs_shape, problem.rhs_shape), names)))
+
+    def program(operands):
+        return [kernel(*pair) for kernel, pair in zip(kernels, operands, strict=True)]
+
+    compiled = compile_for_tpu(program, operands, device=generation)
+    assert compiled.as_text().count('custom_call_target="tpu_custom_call"') == len(kernels)
+
+
 @pytest.mark.parametrize(
     ("generation", "lhs_dtype"),
     [
@@ -388,8 +437,6 @@ def test_float16_is_our_error_before_mosaics():
 
 def test_the_compiler_refuses_what_the_legality_rule_refuses():
     """A block of 100 columns: our error; and without our check, Pallas' or Mosaic's."""
-    from pallas_ops.kernels import pallas_matmul
-
     f32 = np.dtype(np.float32)
     problem = po.MatmulProblem((300, 300), (300, 300), f32, f32, f32)
     x = _array((300, 300), f32)

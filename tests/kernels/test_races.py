@@ -20,6 +20,7 @@ from pallas_ops.kernels import (
     Epilogue,
     MatmulProblem,
     pallas_matmul,
+    sum_columns,
     xla_matmul,
 )
 from pallas_ops.kernels._epilogue import IDENTITY
@@ -125,6 +126,42 @@ def test_no_accesses_of_an_epilogue_race(name):
     expected = xla_matmul(bare, lhs, rhs) + jnp.broadcast_to(bias, bare.out_shape)
     for out in outs:
         np.testing.assert_array_equal(out, expected)
+
+
+# Several blocks of m for the cores to share, and of n, of which only the first is summed at.
+SUMS = {
+    "one step": (_problem(128, 256, 256, "TN"), (128, 128, 128)),
+    "three steps, ragged": (_problem(20, 250, 200, "TN"), (128, 8, 128)),
+    "summed axes": (
+        _problem(16, 256, 256, "TN", leading=((2, 2), (2, 2)), summed=(False, True)),
+        (128, 8, 128),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_no_accesses_of_column_sums_race(name):
+    problem, blocks = SUMS[name]
+    lhs, rhs = _operands(problem)
+    kernel = pallas_matmul(problem, *blocks, interpret=_params(), column_sums=True)
+    (product, sums), raced = _run(kernel, lhs, rhs)
+    assert not raced
+    np.testing.assert_array_equal(product, xla_matmul(problem, lhs, rhs))
+    np.testing.assert_array_equal(sums, sum_columns(problem, lhs))
+
+
+def test_column_sums_that_two_cores_share_are_found(monkeypatch):
+    """One block of m: the cores could share nothing but steps of n, and each would store sums."""
+    own = pltpu.CompilerParams
+
+    def parallel_n(dimension_semantics, **given):
+        return own(dimension_semantics=("parallel", "parallel", "arbitrary"), **given)
+
+    monkeypatch.setattr(pltpu, "CompilerParams", parallel_n)
+    problem = _problem(128, 128, 256, "TN")
+    kernel = pallas_matmul(problem, 128, 128, 128, interpret=_params(), column_sums=True)
+    _, raced = _run(kernel, *_operands(problem))
+    assert raced
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,29 @@ def test_inside_shard_map_with_its_default_checks(case, mesh, implementation):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("implementation", [None, "interpret", "tpu_interpret"])
+def test_a_bias_inside_shard_map(mesh, implementation):
+    """What is shared between the shards gets the gradient of all of them, the sums of each."""
+
+    def local(x, w, b):
+        out = po.matmul(x, w, transpose_rhs=True, bias=b, implementation=implementation)
+        return po.matmul(out, w, bias=X[0], implementation=implementation)
+
+    specs = (P("i", None), P(None, None), P(None))
+    product = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=specs[0])
+    operands = (X, W.T, jnp.arange(16.0))
+    placed = [
+        jax.device_put(a, NamedSharding(mesh, spec))
+        for a, spec in zip(operands, specs, strict=True)
+    ]
+    gradients = jax.jit(jax.grad(lambda *a: (product(*a) ** 2).sum(), (0, 1, 2)))(*placed)
+    expected = jax.grad(lambda x, w, b: (((x @ w.T + b[None]) @ w + X[:1]) ** 2).sum(), (0, 1, 2))(
+        *operands
+    )
+    for one, other in zip(gradients, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-2)
+
+
 @pytest.mark.parametrize("implementation", ["interpret", "tpu_interpret"])
 @pytest.mark.parametrize("jit", [False, True])
 def test_automatic_partitioning_is_our_error(mesh, implementation, jit):
@@ -97,6 +120,26 @@ def test_compiled_for_four_v5e(case, all_reduces, axis_type):
     assert text.count('custom_call_target="tpu_custom_call"') == 1
     assert text.count(" all-reduce(") == all_reduces
     assert not [word for word in ("all-gather", "all-to-all", "collective-permute") if word in text]
+
+
+@pytest.mark.parametrize("other", [jnp.tanh, lambda y: po.matmul(y, jnp.eye(512))])
+def test_gradients_with_a_bias_are_compiled_for_four_v5e(other):
+    """Whether XLA sums the cotangent or the kernel, as behind another kernel."""
+    mesh = _tpu_mesh(AxisType.Auto)
+    specs = (P("i", None), P(None, None), P(None))
+
+    def local(x, w, b):
+        return other(po.matmul(x, w, transpose_rhs=True, bias=b))
+
+    product = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=specs[0])
+    arguments = (
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+        for shape, spec in zip(((1024, 512), (512, 512), (512,)), specs, strict=True)
+    )
+    gradient = jax.jit(jax.grad(lambda *a: jnp.sum(product(*a) ** 2), (1, 2)))
+    text = gradient.lower(*arguments).compile().as_text()
+    assert text.count('custom_call_target="tpu_custom_call"') == (2 if other is jnp.tanh else 4)
+    assert 1 <= text.count(" all-reduce(") <= 2
 
 
 def test_automatic_partitioning_for_four_v5e_is_our_error_before_mosaics():
