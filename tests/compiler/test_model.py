@@ -73,9 +73,10 @@ leading_axes = st.sampled_from(
     leading=leading_axes,
     cycles=st.tuples(st.integers(1, 3000), st.integers(1, 3000), st.integers(1, 3000)),
 )
-@hypothesis.settings(deadline=None, max_examples=40)
+@hypothesis.settings(deadline=None, max_examples=100)
 def test_the_simulation(shape, blocks, layout, leading, cycles):
-    blocks = tuple(min(b, s) for b, s in zip(blocks, shape, strict=True))
+    # Long sums and many blocks of one axis, but no more steps than are simulated in no time.
+    blocks = tuple(max(min(b, s), -(-s // 12)) for b, s in zip(blocks, shape, strict=True))
     given = problem(*shape, layout=layout, leading=leading[0], summed=leading[1])
     found = predict(given, blocks, schedule(*cycles, mxu_cycles=1), V5E)
     assert found.hbm_bytes == brute_force_bytes(given, blocks)
