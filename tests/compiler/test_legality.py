@@ -47,6 +47,14 @@ SIZES = [
 ]
 
 
+def _marks(generation):
+    """Plain `pytest` compiles most for a v5e, and CI for all."""
+    return () if generation == "v5e" else pytest.mark.slow
+
+
+MARKED_GENERATIONS = [pytest.param(name, marks=_marks(name)) for name in GENERATIONS]
+
+
 def _array(shape, dtype):
     return jax.ShapeDtypeStruct(shape, dtype)
 
@@ -124,7 +132,7 @@ AWKWARD = [
             generation,
             dtypes,
             id=f"{generation}-{name}",
-            marks=() if generation == "v5e" else pytest.mark.slow,
+            marks=_marks(generation),
         )
         for generation in GENERATIONS
         for name, dtypes in DTYPES.items()
@@ -190,7 +198,7 @@ EPILOGUES = [
 
 
 @pytest.mark.parametrize("dtypes", ["f32", "bf16", "bf16 to f32", "bf16 x f32", "f32 x bf16"])
-@pytest.mark.parametrize("generation", GENERATIONS)
+@pytest.mark.parametrize("generation", MARKED_GENERATIONS)
 def test_every_layout_and_edge_with_an_epilogue(generation, dtypes):
     """Values and derivatives of activations, in one step of k and in several, with leading axes."""
     lhs_dtype, rhs_dtype, out_dtype = DTYPES[dtypes]
@@ -235,7 +243,7 @@ def test_every_layout_and_edge_with_an_epilogue(generation, dtypes):
 
 
 @pytest.mark.parametrize("dtypes", ["f32", "bf16", "bf16 to f32", "bf16 x f32", "f32 x bf16"])
-@pytest.mark.parametrize("generation", GENERATIONS)
+@pytest.mark.parametrize("generation", MARKED_GENERATIONS)
 def test_column_sums(generation, dtypes):
     """Each form of the loop over a block's rows, edges, leading axes, and first blocks in parts."""
     names = DTYPES[dtypes]
@@ -285,7 +293,7 @@ def test_column_sums(generation, dtypes):
 @pytest.mark.parametrize(
     ("generation", "lhs_dtype"),
     [
-        (generation, dtype)
+        pytest.param(generation, dtype, marks=_marks(generation))
         for generation in GENERATIONS
         for dtype in ("float32", "bfloat16", "int8")
         if _takes(generation, (dtype, "int8"))

@@ -73,7 +73,7 @@ leading_axes = st.sampled_from(
     leading=leading_axes,
     cycles=st.tuples(st.integers(1, 3000), st.integers(1, 3000), st.integers(1, 3000)),
 )
-@hypothesis.settings(deadline=None, max_examples=100)
+@hypothesis.settings(deadline=None, max_examples=25)
 def test_the_simulation(shape, blocks, layout, leading, cycles):
     # Long sums and many blocks of one axis, but no more steps than are simulated in no time.
     blocks = tuple(max(min(b, s), -(-s // 12)) for b, s in zip(blocks, shape, strict=True))

@@ -106,7 +106,9 @@ def test_why_there_are_no_parts(given, blocks, parts, reason):
     assert found is None if reason is None else reason in found
 
 
-@pytest.mark.parametrize("device", ["v5e", "v6e", "tpu7x"])
+@pytest.mark.parametrize(
+    "device", ["v5e", *(pytest.param(name, marks=pytest.mark.slow) for name in ("v6e", "tpu7x"))]
+)
 def test_the_compiler_takes_it_and_it_pays(device):
     """One step of k, several, and a grid of a single step."""
     given = problem(512, 1024, 1024)

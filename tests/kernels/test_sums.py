@@ -68,7 +68,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("implementation", ["interpret", "tpu_interpret"])
+@pytest.mark.parametrize(
+    "implementation", ["interpret", pytest.param("tpu_interpret", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", CASES)
 def test_product_and_sums(name, implementation):
     problem, blocks, parts = CASES[name]

@@ -68,7 +68,9 @@ def test_no_weight_is_off_by_more_than_half_a_scale(make, dtype):
     assert (layer(x).shape, layer(x).dtype) == ((2, 40), dtype)
 
 
-@pytest.mark.parametrize("implementation", ["interpret", "tpu_interpret", "xla"])
+@pytest.mark.parametrize(
+    "implementation", ["interpret", pytest.param("tpu_interpret", marks=pytest.mark.slow), "xla"]
+)
 @pytest.mark.parametrize("use_bias", [True, False])
 @pytest.mark.parametrize("sizes", [(30, 40), ("scalar", 4), (3, "scalar"), ("scalar", "scalar")])
 def test_it_returns_what_its_weights_return(sizes, use_bias, implementation):

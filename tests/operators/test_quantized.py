@@ -61,7 +61,9 @@ def _theirs(x, weight, scale, bias=None, activation=None):
 # Values.
 
 
-@pytest.mark.parametrize("implementation", ["interpret", "tpu_interpret", "xla"])
+@pytest.mark.parametrize(
+    "implementation", ["interpret", pytest.param("tpu_interpret", marks=pytest.mark.slow), "xla"]
+)
 @pytest.mark.parametrize("name", LHS)
 def test_every_layout_is_rounded_once(name, implementation):
     x, weight, scale, bias = _operands(LHS[name])
