@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     "tiles",
     metavar="BM,BK,BN[,PARTS]",
     multiple=True,
-    callback=read_numbers("tile", "block_m,block_k,block_n", "512,1024,1024", (3, 4)),
+    callback=read_numbers("tile", "block_m,block_k,block_n[,parts]", "512,1024,1024", (3, 4)),
     help="A tile to judge, and in how many parts its first blocks are fetched; may be given "
     "several times. Without it, the best of the candidates.",
 )

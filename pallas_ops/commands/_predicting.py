@@ -16,6 +16,7 @@ from ..compiler import (
     xla_time,
     XlaTime,
 )
+from ..kernels import why_no_parts
 from ..tiles import (
     candidates as tile_candidates,
     estimate_seconds,
@@ -26,6 +27,7 @@ from ..tiles import (
     why_illegal,
     why_too_large,
 )
+from ..tiles._config import block_granules
 from ..tiles._ranking import compile_job
 from ..tiles._vmem import scoped_vmem_limit_bytes
 from ._console import microseconds
@@ -189,6 +191,16 @@ def _row(problem: TileProblem, tile: TileConfig, judgement: Judgement | None) ->
     )
 
 
+def _named_tile(problem: TileProblem, tile: TileConfig) -> TileConfig:
+    """The tile as the kernel takes it, where it takes the parts of its first blocks."""
+    clipped = tile.clipped_to(problem.matmul)
+    if clipped.prologue_parts != tile.prologue_parts:
+        granules = block_granules(problem.matmul)
+        reason = why_no_parts(problem.matmul, clipped.blocks, int(tile.prologue_parts), granules)
+        raise ValueError(f"{tile}: {reason}, and k is {problem.k}.")
+    return clipped
+
+
 def report(problem: TileProblem, tiles: Sequence[tuple[int, ...]], *, candidates: int) -> Report:
     """Compiles tiles, and XLA's dot beside them.
 
@@ -200,7 +212,7 @@ def report(problem: TileProblem, tiles: Sequence[tuple[int, ...]], *, candidates
     """
     assert problem.device is not None
     if tiles:
-        named = [TileConfig(*numbers).clipped_to(problem.matmul) for numbers in tiles]
+        named = [_named_tile(problem, TileConfig(*numbers)) for numbers in tiles]
     else:
         named = list(tile_candidates(problem, most=candidates))
     named = list(dict.fromkeys(named))

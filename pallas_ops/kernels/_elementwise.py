@@ -18,6 +18,8 @@ from jax.extend import core as jex_core
 
 def _expm1(x: jax.Array) -> jax.Array:
     """`exp(x) - 1`, as XLA has it where it is small: no digits cancel. Mosaic has none."""
+    if x.dtype == jnp.float64:
+        return lax.expm1(x)
     small = jnp.tanh(x * 0.5) * (jnp.exp(x) + 1)
     return jnp.where(jnp.abs(x) < 0.5, small, jnp.exp(x) - 1)
 
@@ -41,6 +43,8 @@ _ERFC = (
 
 def _erfc(x: jax.Array) -> jax.Array:
     """The complementary error function, as exact where it is small. Mosaic has none."""
+    if x.dtype == jnp.float64:  # which no kernel has, and which deserves more digits
+        return lax.erfc(x)
     size = jnp.abs(x)
     t = 1 / (1 + 0.5 * size)
     positive = t * jnp.exp(_polynomial(t, *_ERFC) - size * size)
@@ -132,7 +136,23 @@ _OPERATIONS: Mapping[str, Callable[..., jax.Array]] = {
 # refuses), or what only arrays have.
 _PARAMETERS = frozenset({"new_dtype", "y", "rounding_method"})
 
-# Where JAX's primitives that call a program keep it.
+# JAX's primitives that run a program once, and where they keep it. A loop keeps one too, and runs
+# it more often.
+_CALLS = frozenset(
+    {
+        "call",
+        "checkpoint",
+        "closed_call",
+        "core_call",
+        "custom_jvp_call",
+        "custom_vjp_call",
+        "custom_vjp_call_jaxpr",
+        "jit",
+        "pjit",
+        "remat",
+        "remat2",
+    }
+)
 _CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
@@ -147,8 +167,12 @@ class _Constant:
     dtype: np.dtype
     content: bytes
 
+    @property
+    def value(self) -> Any:
+        return np.frombuffer(self.content, self.dtype)[0]
+
     def full(self, shape: tuple[int, ...]) -> jax.Array:
-        return jnp.full(shape, np.frombuffer(self.content, self.dtype)[0])
+        return jnp.full(shape, self.value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,7 +246,7 @@ class _Writer:
         if not shapes <= {self.shape, ()}:
             raise _NotElementwiseError(f"{name} makes another shape")
         for called in _CALLED:
-            if called in equation.params:
+            if name in _CALLS and called in equation.params:
                 inner = equation.params[called]
                 consts = getattr(inner, "consts", ())
                 return self.write(getattr(inner, "jaxpr", inner), consts, operands)
@@ -230,6 +254,8 @@ class _Writer:
             return operands[:1]  # of a constant, since all values have one shape
         if name not in _OPERATIONS:
             raise _NotElementwiseError(f"{name} is none of the known functions of single entries")
+        if equation.params.get("new_dtype") == jnp.float16:
+            raise _NotElementwiseError("Mosaic has no conversion to float16")
         parameters = tuple(
             (key, value) for key, value in sorted(equation.params.items()) if key in _PARAMETERS
         )
@@ -237,13 +263,64 @@ class _Writer:
         return [len(self.operations)]
 
 
+def _traced(function: Callable, shape: tuple[int, ...], dtype: Any) -> Any:
+    # JAX keeps what it traced by the function, whatever became of what that closes over.
+    return jax.make_jaxpr(lambda x: function(x))(jax.ShapeDtypeStruct(shape, dtype))
+
+
 def _program(function: Callable, shape: tuple[int, ...], dtype: Any) -> ElementwiseProgram:
-    closed = jax.make_jaxpr(function)(jax.ShapeDtypeStruct(shape, dtype))
+    closed = _traced(function, shape, dtype)
     if len(closed.out_avals) != 1:
         raise _NotElementwiseError("it returns several arrays")
     writer = _Writer(shape)
     (result,) = writer.write(closed.jaxpr, closed.consts, [0])
     return ElementwiseProgram(tuple(writer.operations), result)
+
+
+def _alike(wide: ElementwiseProgram, other: ElementwiseProgram) -> bool:
+    """Whether two programs are one, but for how exact the numbers are that it computes with."""
+    mine, result = _without_conversions(wide)
+    others, other_result = _without_conversions(other)
+    pairs = [(result, other_result)]
+    if len(mine) != len(others):
+        return False
+    for one, two in zip(mine, others, strict=True):
+        if (one.name, len(one.operands), one.parameters) != (
+            two.name,
+            len(two.operands),
+            two.parameters,
+        ):
+            return False
+        pairs += zip(one.operands, two.operands, strict=True)
+    return all(_same_number(*pair) for pair in pairs)
+
+
+def _without_conversions(program: ElementwiseProgram) -> tuple[list[_Operation], int | _Constant]:
+    """The operations and the result, without conversions to a floating-point dtype."""
+    number: list[int | _Constant] = [0]  # of each value, among those that are left
+    left: list[_Operation] = []
+
+    def renumbered(operand: int | _Constant) -> int | _Constant:
+        return operand if isinstance(operand, _Constant) else number[operand]
+
+    for operation in program.operations:
+        operands = tuple(map(renumbered, operation.operands))
+        wanted = dict(operation.parameters).get("new_dtype")
+        if wanted is not None and jnp.issubdtype(wanted, jnp.floating):
+            number.append(operands[0])
+        else:
+            left.append(_Operation(operation.name, operands, operation.parameters))
+            number.append(len(left))
+    return left, renumbered(program.result)
+
+
+def _same_number(one: int | _Constant, other: int | _Constant) -> bool:
+    """Whether a constant is another as exact as its dtype is: the least float32 is no bfloat16."""
+    if not isinstance(one, _Constant) or not isinstance(other, _Constant):
+        return one == other
+    with np.errstate(over="ignore"):
+        rounded = one.value.astype(other.dtype)
+    return rounded.tobytes() == other.content or bool(rounded == other.value)
 
 
 def _derivative(function: Callable) -> Callable:
@@ -266,17 +343,28 @@ class Activation:
     function: Callable = dataclasses.field(compare=False, repr=False)
 
     @staticmethod
-    def of(function: Callable, dtype: Any) -> "Activation | None":
+    def of(
+        function: Callable, dtype: Any, given: jax.ShapeDtypeStruct | None = None
+    ) -> "Activation | None":
         """`function` for arrays of `dtype`, or `None` where it cannot run in a kernel.
 
         It may depend on other entries, hold arrays (a learned parameter, say), or have no
         derivative; then it is applied to the whole result.
+
+        **Arguments:**
+
+        - `given`: what it would be applied to otherwise, of which it may ask the shape and the
+            dtype: a kernel has other ones.
         """
         try:
+            if given is not None and not _alike(
+                _program(function, (3, 5), dtype), _program(function, given.shape, given.dtype)
+            ):
+                return None
             # Of two sizes that nothing else has: a sum over one of them is seen.
             whole = _program(function, (3, 5), dtype)
             # The function as it is now, whatever becomes of what it closes over.
-            closed = jax.make_jaxpr(function)(jax.ShapeDtypeStruct((), dtype))
+            closed = _traced(function, (), dtype)
             scalar = jex_core.jaxpr_as_fun(closed)
 
             def frozen(x: jax.Array) -> jax.Array:

@@ -40,14 +40,19 @@ def step_size(problem: MatmulProblem, blocks: tuple[int, int, int]) -> int:
 _MOST_FOR_TWO_BODIES = 2**30
 
 
+def is_vector_rhs(problem: MatmulProblem) -> bool:
+    """Whether Pallas would take the product for one of a matrix and a vector."""
+    return problem.layout == "NT" and problem.n == 1
+
+
 def is_matrix_vector(problem: MatmulProblem) -> bool:
-    """Whether Pallas would take the product for one of a matrix and a vector, and lower it wrongly.
+    """Whether Pallas would lower the product with a vector wrongly.
 
     It multiplies such operands element by element, which fails for all but float32 (jax 0.10.2 and
     0.12): bfloat16 has to be raised, and int8 multiplied by us.
     """
     narrow = {problem.lhs_dtype, problem.rhs_dtype} <= _NARROW_DTYPES
-    return problem.layout == "NT" and problem.n == 1 and narrow
+    return is_vector_rhs(problem) and narrow
 
 
 def multiplied_dtype(problem: MatmulProblem) -> np.dtype:

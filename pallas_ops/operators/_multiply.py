@@ -136,12 +136,15 @@ def _as_epilogue(
     if bias is not None:
         dtypes.append(bias.dtype)
     is_array = isinstance(wanted, jax.ShapeDtypeStruct) and wanted.shape == product.shape
+    if is_array and wanted.dtype == jnp.float16 != product.dtype:
+        return None  # which no kernel stores
     if not is_array or not all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
         return None
     found = None
     if activation is not None:
         summed = MatmulProblem((1, 1), (1, 1), lhs.dtype, rhs.dtype, wanted.dtype)
-        found = Activation.of(activation, summed.accumulator_dtype)
+        biased = jax.eval_shape(functools.partial(applied, activation=None), product, bias)
+        found = Activation.of(activation, summed.accumulator_dtype, biased)
         if found is None:
             return None
     return dict(out_dtype=np.dtype(wanted.dtype), activation=found)

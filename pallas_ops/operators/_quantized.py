@@ -1,8 +1,9 @@
 """`quantized_matmul`: a product with a matrix of int8 and its scales, and `quantize_int8`."""
 
 import functools
-from collections.abc import Callable
-from typing import Any
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +31,7 @@ _LARGEST = 127  # -128 has no counterpart
 
 
 def quantize_int8(
-    array: ArrayLike, axis: int | tuple[int, ...] = -1
+    array: ArrayLike, axis: SupportsIndex | Sequence[SupportsIndex] = -1
 ) -> tuple[Int8[Array, "..."], Float[Array, "..."]]:
     """Rounds numbers to int8, with one scale for all entries along `axis`.
 
@@ -64,7 +65,12 @@ def quantize_int8(
         raise TypeError(
             f"quantize_int8: `array` must be of floating-point numbers, got {describe(array)}."
         )
-    axes = (axis,) if isinstance(axis, int) else tuple(axis)
+    try:
+        axes = tuple(map(operator.index, axis if isinstance(axis, tuple | list) else (axis,)))
+    except TypeError:
+        raise TypeError(
+            f"quantize_int8: `axis` must be an integer or a tuple of them, got {axis!r}."
+        ) from None
     if not axes or not all(-array.ndim <= one < array.ndim for one in axes):
         raise ValueError(f"quantize_int8: there is no axis {axis} in {describe(array)}.")
     if array.dtype.itemsize < 4:

@@ -60,6 +60,20 @@ def test_an_epilogue(options, label):
 
 
 @pytest.mark.parametrize(
+    ("m", "parts", "reason"),
+    [
+        (512, 7, "parts of whole multiples of 16x128x128, and k is 1024"),
+        (513, 8, "blocks that divide m, k and n evenly"),
+    ],
+)
+def test_parts_that_a_tile_cannot_have_are_told(m, parts, reason):
+    result = _run(m, 1024, 512, "--tile", f"512,1024,512,{parts}")
+    assert result.exit_code != 0
+    assert reason in result.stderr
+    assert "expected block_m,block_k,block_n[,parts]" in _run(8, 8, 8, "--tile", "8,8").stderr
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--derivative"], "is that of an activation"),

@@ -211,3 +211,68 @@ def test_the_compiler_takes_every_operation(device):
     vmem = pl.BlockSpec(memory_space=pltpu.VMEM)
     call = pl.pallas_call(kernel, out_shape=out, in_specs=[vmem], out_specs=vmem)
     assert "tpu_custom_call" in compile_for_tpu(call, x, device=device).as_text()
+
+
+GIVEN = jax.ShapeDtypeStruct((64, 32), jnp.bfloat16)
+
+
+def _loop(x):
+    return lax.fori_loop(0, 3, lambda _, y: y * 2, x)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        _loop,
+        lambda x: lax.scan(lambda y, _: (y * 2, None), x, length=3)[0],
+        lambda x: lax.while_loop(lambda y: False, lambda y: y * 2, x),
+        lambda x: x.astype(jnp.float16).astype(x.dtype),  # Mosaic refuses it
+    ],
+)
+def test_what_no_list_of_operations_is(function):
+    assert Activation.of(function, F32) is None
+
+
+def test_calls_are_written_out():
+    wrapped = jax.checkpoint(jax.jit(lambda x: jax.nn.relu(x) * 2))
+    assert Activation.of(wrapped, F32) is not None
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_a_function_is_the_same_of_bfloat16(name):
+    assert Activation.of(ACTIVATIONS[name], F32, GIVEN) is not None
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: jnp.where(x > 0, x, jnp.finfo(x.dtype).min),
+        lambda x: x + jnp.finfo(x.dtype).eps,
+        lambda x: x * 2 if x.size > 100 else x,
+        lambda x: x * 2 if x.shape == (64, 32) else x,
+        lambda x: x * 2 if x.dtype == jnp.bfloat16 else x,
+        jnp.nan_to_num,
+    ],
+)
+def test_what_asks_for_its_dtype_or_shape_is_applied_to_what_it_would_be_given(function):
+    assert Activation.of(function, F32) is not None
+    assert Activation.of(function, F32, GIVEN) is None
+
+
+def test_a_number_that_a_function_closes_over_is_read_each_time():
+    factor = 1.0
+
+    def scaled(x):
+        return x * factor
+
+    one = Activation.of(scaled, F32)
+    factor = 10.0
+    assert Activation.of(scaled, F32) != one
+
+
+def test_float64_has_its_own_digits():
+    with jax.enable_x64(True):
+        x = jnp.linspace(-3, 3, 101)
+        for function in (gelu_erf, jnp.expm1):
+            program = Activation.of(function, np.dtype(np.float64)).programs[0]
+            np.testing.assert_allclose(program(x), function(x), rtol=1e-12, atol=1e-14)

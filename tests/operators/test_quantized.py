@@ -466,7 +466,13 @@ def test_no_entry_is_off_by_more_than_half_of_its_scale(shape, exponent, seed, d
     assert np.abs(np.asarray(values, np.int32)).max(axis=1).tolist() == [127] * shape[0]
 
 
-@pytest.mark.parametrize("axis", [-1, 0, 1, (0, 1)])
+@pytest.mark.parametrize("axis", [None, 1.0, "a"])
+def test_what_is_no_axis(axis):
+    with pytest.raises(TypeError):
+        po.quantize_int8(jnp.ones((3, 4)), axis)
+
+
+@pytest.mark.parametrize("axis", [-1, 0, 1, (0, 1), np.int64(1)])
 def test_axes_that_share_a_scale(axis):
     array = _draw(0, 6, 9)
     values, scale = po.quantize_int8(array, axis)
