@@ -114,10 +114,16 @@ class Entry:
         limit = fields["vmem_limit_bytes"]
         if limit is not None and not 0 < limit < 2**31:
             raise InvalidEntryError(f"`vmem_limit_bytes` is {limit!r}")
+        numbers = fields["tile"]
+        if len(numbers) not in (3, 4):
+            raise InvalidEntryError(
+                f"`tile` is {numbers!r}: expected block_m, block_k, block_n and, where there are "
+                f"several, the parts of the first blocks"
+            )
         try:
-            fields["tile"] = TileConfig(*fields["tile"])
+            fields["tile"] = TileConfig(*numbers)
         except (TypeError, ValueError) as error:
-            raise InvalidEntryError(f"`tile` is {fields['tile']!r}: {error}") from None
+            raise InvalidEntryError(f"`tile` is {numbers!r}: {str(error).rstrip('.')}") from None
         return Entry(**fields)
 
 
