@@ -201,7 +201,7 @@ def _print_rows(rows: "list[Row]", device: str) -> None:
     from rich import box
     from rich.table import Table
 
-    from ._benchmark import PROVIDERS
+    from ._benchmark import by_product, PROVIDERS
     from ._predicting import libtpu_name
 
     console = make_console()
@@ -212,11 +212,7 @@ def _print_rows(rows: "list[Row]", device: str) -> None:
     for name in (*PROVIDERS, "roofline", "tuned against XLA", "of the roofline"):
         table.add_column(name, justify="right")
     table.add_column("tuned tile")
-    groups: dict[tuple, dict[str, Row]] = {}
-    for row in rows:
-        key = (row.m, row.k, row.n, row.dtype, row.product)
-        groups.setdefault(key, {})[row.provider] = row
-    for (m, k, n, dtype, product), by_provider in groups.items():
+    for (m, k, n, dtype, product), by_provider in by_product(rows).items():
         tuned, xla = by_provider["tuned"], by_provider["xla"]
         cells = []
         for name in PROVIDERS:

@@ -4,7 +4,7 @@ import csv
 import dataclasses
 import functools
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -120,6 +120,15 @@ def rows_csv(rows: Sequence[Row]) -> str:
         tile = "" if row.tile is None else "x".join(map(str, row.tile))
         writer.writerow(row.as_json() | {"tile": tile})
     return text.getvalue()
+
+
+def by_product(rows: Iterable[Row]) -> dict[tuple, dict[str, Row]]:
+    """The rows of each product, m x k x n, dtype and name, by their providers."""
+    found: dict[tuple, dict[str, Row]] = {}
+    for row in rows:
+        product = (row.m, row.k, row.n, row.dtype, row.product)
+        found.setdefault(product, {})[row.provider] = row
+    return found
 
 
 @dataclasses.dataclass(frozen=True)

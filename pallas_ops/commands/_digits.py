@@ -15,6 +15,7 @@ from sklearn.datasets import load_digits as sklearn_load_digits
 from sklearn.model_selection import train_test_split
 
 from ..compiler import compile_for_tpu
+from ..tiles._collect import PRIMITIVES
 
 
 PIXELS, HIDDEN, CLASSES = 64, 128, 10
@@ -171,8 +172,7 @@ def count_equations(jaxpr: Any, primitives: Sequence[str]) -> int:
 def operator_calls(training: Training) -> int:
     """The products of `pallas_ops.matmul` in one training step."""
     jaxpr = jax.make_jaxpr(training.step)(*step_arguments(training))
-    names = ("pallas_ops_matmul", "pallas_ops_fused_matmul", "pallas_ops_matmul_with_sums")
-    return count_equations(jaxpr, names)
+    return count_equations(jaxpr, tuple(PRIMITIVES))
 
 
 def tpu_kernels(training: Training, device: str) -> int:

@@ -161,10 +161,6 @@ def _print(found: "Report", best: int | None) -> None:
         console.print(f"\nPredicted, not measured: schedules of {found.libtpu}, read by a model.")
 
 
-def _name(row: "Row") -> str:
-    return row.label
-
-
 _WITHOUT_A_TIME = {False: "refused", None: "no verdict", True: "no schedule"}
 """What the table says of a tile without a time, by whether it compiles."""
 
@@ -188,7 +184,7 @@ def _print_tiles(found: "Report", shown: "Sequence[Row]", console: "Console") ->
                 f"{row.tflops:.1f}",
                 row.bound or "",
             ]
-        table.add_row(_name(row), vmem, limit, *cells)
+        table.add_row(row.label, vmem, limit, *cells)
     console.print(table)
 
 
@@ -201,7 +197,7 @@ def _print_estimates(shown: "Sequence[Row]", console: "Console") -> None:
     table.add_column("analytic estimate", justify="right")
     for row in shown:
         seconds = row.analytic_seconds
-        table.add_row(_name(row), "refused" if seconds is None else f"{seconds * 1e6:.1f} us")
+        table.add_row(row.label, "refused" if seconds is None else f"{seconds * 1e6:.1f} us")
     console.print(table)
 
 
@@ -210,7 +206,7 @@ def _print_reasons(found: "Report", shown: "Sequence[Row]", console: "Console") 
     tiles: dict[tuple[str, str], list[str]] = {}
     for row in shown:
         if row.error is not None and row.error != found.no_compiler:
-            tiles.setdefault((_WITHOUT_A_TIME[row.compiles], row.error), []).append(_name(row))
+            tiles.setdefault((_WITHOUT_A_TIME[row.compiles], row.error), []).append(row.label)
     for (what, reason), names in tiles.items():
         console.print(f"{', '.join(names)}: {what}: {reason}")
     if tiles:

@@ -18,6 +18,7 @@ from ..compiler import (
 )
 from ..kernels import why_no_parts
 from ..tiles import (
+    block_granules,
     candidates as tile_candidates,
     estimate_seconds,
     nearest_legal,
@@ -27,7 +28,6 @@ from ..tiles import (
     why_illegal,
     why_too_large,
 )
-from ..tiles._config import block_granules
 from ..tiles._ranking import compile_job
 from ..tiles._vmem import scoped_vmem_limit_bytes
 from ._console import microseconds
@@ -193,10 +193,9 @@ def _row(problem: TileProblem, tile: TileConfig, judgement: Judgement | None) ->
 
 def _named_tile(problem: TileProblem, tile: TileConfig) -> TileConfig:
     """The tile as the kernel takes it, where it takes the parts of its first blocks."""
-    clipped = tile.clipped_to(problem.matmul)
-    if clipped.prologue_parts != tile.prologue_parts:
-        granules = block_granules(problem.matmul)
-        reason = why_no_parts(problem.matmul, clipped.blocks, int(tile.prologue_parts), granules)
+    clipped, granules = tile.clipped_to(problem.matmul), block_granules(problem.matmul)
+    reason = why_no_parts(problem.matmul, clipped.blocks, int(tile.prologue_parts), granules)
+    if reason is not None:
         raise ValueError(f"{tile}: {reason}, and k is {problem.k}.")
     return clipped
 

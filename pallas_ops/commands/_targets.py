@@ -4,7 +4,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-from ._benchmark import Row
+from ._benchmark import by_product, Row
 
 
 _LONG_SECONDS = 200e-6
@@ -40,7 +40,8 @@ def targets(rows: Iterable[Row]) -> list[Target]:
     """What is asked of these rows. A product without a time is left out."""
     found: dict[tuple[str, float], list[tuple[float, str]]] = defaultdict(list)
     steps: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for tuned, xla in _beside_xla(rows):
+    for by_provider in by_product(rows).values():
+        tuned, xla = by_provider["tuned"], by_provider["xla"]
         shape = f"{tuned.m} x {tuned.k} x {tuned.n}"
         for asked, least, ratio in _asked(tuned, xla):
             found[asked, least].append((ratio, f"{shape} {tuned.product}"))
@@ -52,16 +53,6 @@ def targets(rows: Iterable[Row]) -> list[Target]:
             asked = "XLA's time / tuned, of all three products"
             found[asked, 1.0].append((of_xla / of_tuned, step))
     return [Target(asked, least, tuple(ratios)) for (asked, least), ratios in found.items()]
-
-
-def _beside_xla(rows: Iterable[Row]) -> Iterator[tuple[Row, Row]]:
-    tuned = {}
-    for row in rows:
-        product = (row.m, row.k, row.n, row.dtype, row.product)
-        if row.provider == "tuned":
-            tuned[product] = row
-        elif row.provider == "xla":
-            yield tuned[product], row
 
 
 def _asked(tuned: Row, xla: Row) -> Iterator[tuple[str, float, float]]:

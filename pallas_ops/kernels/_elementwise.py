@@ -281,17 +281,16 @@ def _alike(wide: ElementwiseProgram, other: ElementwiseProgram) -> bool:
     """Whether two programs are one, but for how exact the numbers are that it computes with."""
     mine, result = _without_conversions(wide)
     others, other_result = _without_conversions(other)
-    pairs = [(result, other_result)]
-    if len(mine) != len(others):
+    forms = [
+        [(one.name, one.parameters, len(one.operands)) for one in operations]
+        for operations in (mine, others)
+    ]
+    if forms[0] != forms[1]:
         return False
-    for one, two in zip(mine, others, strict=True):
-        if (one.name, len(one.operands), one.parameters) != (
-            two.name,
-            len(two.operands),
-            two.parameters,
-        ):
-            return False
-        pairs += zip(one.operands, two.operands, strict=True)
+    numbers, other_numbers = (
+        [operand for one in operations for operand in one.operands] for operations in (mine, others)
+    )
+    pairs = zip([*numbers, result], [*other_numbers, other_result], strict=True)
     return all(_same_number(*pair) for pair in pairs)
 
 
@@ -357,12 +356,12 @@ class Activation:
             dtype: a kernel has other ones.
         """
         try:
-            if given is not None and not _alike(
-                _program(function, (3, 5), dtype), _program(function, given.shape, given.dtype)
-            ):
-                return None
             # Of two sizes that nothing else has: a sum over one of them is seen.
             whole = _program(function, (3, 5), dtype)
+            if given is not None and not _alike(
+                whole, _program(function, given.shape, given.dtype)
+            ):
+                return None
             # The function as it is now, whatever becomes of what it closes over.
             closed = _traced(function, (), dtype)
             scalar = jex_core.jaxpr_as_fun(closed)

@@ -40,11 +40,6 @@ def step_size(problem: MatmulProblem, blocks: tuple[int, int, int]) -> int:
 _MOST_FOR_TWO_BODIES = 2**30
 
 
-def is_vector_rhs(problem: MatmulProblem) -> bool:
-    """Whether Pallas would take the product for one of a matrix and a vector."""
-    return problem.layout == "NT" and problem.n == 1
-
-
 def is_matrix_vector(problem: MatmulProblem) -> bool:
     """Whether Pallas would lower the product with a vector wrongly.
 
@@ -52,7 +47,7 @@ def is_matrix_vector(problem: MatmulProblem) -> bool:
     0.12): bfloat16 has to be raised, and int8 multiplied by us.
     """
     narrow = {problem.lhs_dtype, problem.rhs_dtype} <= _NARROW_DTYPES
-    return is_vector_rhs(problem) and narrow
+    return problem.has_vector_rhs and narrow
 
 
 def multiplied_dtype(problem: MatmulProblem) -> np.dtype:

@@ -23,8 +23,8 @@ _PIECES = {lax.Precision.DEFAULT: 1, lax.Precision.HIGH: 2, lax.Precision.HIGHES
 
 def piece_counts(problem: MatmulProblem) -> tuple[int, int]:
     """Into how many pieces lhs and rhs are cut. Of bfloat16 and int8 one is exact."""
-    if problem.layout == "NT" and problem.n == 1:
-        return 1, 1  # a vector, which Pallas multiplies in float32, without an MXU
+    if problem.has_vector_rhs:
+        return 1, 1  # Pallas multiplies it in float32, without an MXU
     count = _PIECES[problem.precision]
     lhs, rhs = (
         count if dtype == _FLOAT32 else 1 for dtype in (problem.lhs_dtype, problem.rhs_dtype)

@@ -136,6 +136,11 @@ class MatmulProblem:
         return self.lhs_dtype == self.rhs_dtype == np.int8
 
     @property
+    def has_vector_rhs(self) -> bool:
+        """Whether Pallas would take the product for one of a matrix and a vector."""
+        return self.layout == "NT" and self.n == 1
+
+    @property
     def widens_int8(self) -> bool:
         """Whether one operand is int8, and becomes the dtype of the other in VMEM."""
         return self.lhs_dtype != self.rhs_dtype and np.int8 in (self.lhs_dtype, self.rhs_dtype)

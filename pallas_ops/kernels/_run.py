@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from ._pallas import is_vector_rhs, pallas_matmul
+from ._pallas import pallas_matmul
 from ._problem import MatmulProblem
 from ._sums import kernel_sums_columns, sum_columns
 from ._tpu_interpret import tpu_interpret_matmul
@@ -38,15 +38,16 @@ def run_kernel(
         vmem_limit_bytes=vmem_limit_bytes,
         prologue_parts=prologue_parts,
     )
-    if problem.epilogue is not None and problem.columns and is_vector_rhs(problem):
+    if problem.epilogue is not None and problem.columns and problem.has_vector_rhs:
         # Mosaic cannot add a column to the product with a vector (jax 0.10.2: "Lane broadcast").
         alone = dataclasses.replace(problem, epilogue=None, out_dtype=problem.accumulator_dtype)
         sums = run_kernel(alone, blocks, *operands[:2], **same)
         assert isinstance(sums, jax.Array)
         outputs = problem.epilogue.apply(sums, *operands[2:])
         return tuple(output.astype(problem.out_dtype) for output in outputs)
-    in_kernel = not problem.is_empty and kernel_sums_columns(problem, blocks, prologue_parts)
-    if column_sums and not in_kernel:
+    if column_sums and (
+        problem.is_empty or not kernel_sums_columns(problem, blocks, prologue_parts)
+    ):
         product = run_kernel(problem, blocks, *operands, **same)
         assert isinstance(product, jax.Array)
         return product, sum_columns(problem, operands[0])

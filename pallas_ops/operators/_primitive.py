@@ -24,7 +24,8 @@ matmul_p = jex_core.Primitive("pallas_ops_matmul")
 """Operands as in `MatmulProblem`, in `layout` and to the dtype that the parameters say."""
 
 
-def bind_matmul(
+def bind_folded(
+    primitive: jex_core.Primitive,
     lhs: jax.Array,
     rhs: jax.Array,
     *,
@@ -35,8 +36,8 @@ def bind_matmul(
     tiles: TileChoice | None,
     precision: lax.Precision,
     options: CallOptions,
-) -> jax.Array:
-    """Folds leading axes away, binds the primitive once, and gives the axes back.
+) -> tuple[MatmulProblem, Any]:
+    """Folds leading axes away, and binds a primitive with the parameters of `matmul_p`, once.
 
     **Arguments:**
 
@@ -44,25 +45,34 @@ def bind_matmul(
     - `sum_leading`: which leading axes are summed over; they stay, with size 1.
     - `tiles`: what is said of the tiles of this product and of its gradients.
     - `options`: the implementation and the device; its own `tiles` are not looked at.
+
+    **Returns:**
+
+    The product that was asked for, and what the primitive returns for the folded one.
     """
     layout: dict[str, Any] = dict(transpose_lhs=transpose_lhs, transpose_rhs=transpose_rhs)
-    wanted = problem_of(
-        lhs, rhs, **layout, sum_leading=tuple(sum_leading), out_dtype=np.dtype(out_dtype)
-    )
+    out_dtype = np.dtype(out_dtype)
+    wanted = problem_of(lhs, rhs, **layout, sum_leading=tuple(sum_leading), out_dtype=out_dtype)
     refuse_explicit_sharding(wanted, lhs, rhs)
     folded = fold(lhs.shape, rhs.shape, sum_leading, **layout)
     lhs, rhs = vary_alike(lhs, rhs)
-    out = matmul_p.bind(
+    out = primitive.bind(
         reshaped(lhs, folded.lhs_shape),
         reshaped(rhs, folded.rhs_shape),
         **layout,
         sum_leading=folded.sum_leading,
-        out_dtype=np.dtype(out_dtype),
+        out_dtype=out_dtype,
         precision=precision,
         tiles=tiles,
         implementation=options.implementation,
         device=options.device,
     )
+    return wanted, out
+
+
+def bind_matmul(lhs: jax.Array, rhs: jax.Array, **call: Any) -> jax.Array:
+    """The product, of which `call` says what `bind_folded` asks."""
+    wanted, out = bind_folded(matmul_p, lhs, rhs, **call)
     return reshaped(out, wanted.out_shape)
 
 
@@ -107,7 +117,8 @@ def vary_alike(*operands: jax.Array) -> list[jax.Array]:
     ]
 
 
-def _problem(lhs: Any, rhs: Any, params: dict[str, Any]) -> MatmulProblem:
+def bound_problem(lhs: Any, rhs: Any, params: dict[str, Any]) -> MatmulProblem:
+    """What a primitive with the parameters of `matmul_p` is asked for."""
     fields = ("transpose_lhs", "transpose_rhs", "sum_leading", "out_dtype", "precision")
     return problem_of(lhs, rhs, **{field: params[field] for field in fields})
 
@@ -133,7 +144,7 @@ matmul_p.def_impl(functools.partial(evaluate, matmul_p))
 
 @matmul_p.def_abstract_eval
 def _abstract_eval(lhs, rhs, **params):
-    return result_type(_problem(lhs, rhs, params), lhs)
+    return result_type(bound_problem(lhs, rhs, params), lhs)
 
 
 def result_type(problem: MatmulProblem, lhs: jax.core.ShapedArray) -> jax.core.ShapedArray:
@@ -196,7 +207,7 @@ batching.primitive_batchers[matmul_p] = _batch
 
 def _lower(ctx, *operands, platform: str | None, **params):
     lhs, rhs = ctx.avals_in
-    problem = _problem(lhs, rhs, params)
+    problem = bound_problem(lhs, rhs, params)
     return lower_product(ctx, problem, *operands, platform=platform, params=params)
 
 

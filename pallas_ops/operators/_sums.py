@@ -10,25 +10,21 @@ from typing import Any
 import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.interpreters import ad, batching, mlir, partial_eval as pe
 
-from ..kernels import column_sums_type, MatmulProblem, problem_of, sum_columns
-from ..tiles import TileChoice
-from ._fold import fold
+from ..kernels import column_sums_type, sum_columns
 from ._lowering import is_made_by_a_kernel, lower_product
-from ._options import CallOptions
 from ._primitive import (
+    bind_folded,
     bind_like,
     bind_matmul,
+    bound_problem,
     evaluate,
     mapped_first,
     matmul_p,
-    refuse_explicit_sharding,
     reshaped,
     result_type,
-    vary_alike,
 )
 
 
@@ -38,45 +34,11 @@ sums of lhs over k and over the leading axes that are summed: see `column_sums_t
 matmul_with_sums_p.multiple_results = True
 
 
-def bind_with_sums(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    *,
-    transpose_lhs: bool,
-    transpose_rhs: bool,
-    sum_leading: tuple[bool, ...],
-    out_dtype: Any,
-    tiles: TileChoice | None,
-    precision: lax.Precision,
-    options: CallOptions,
-) -> tuple[jax.Array, jax.Array]:
+def bind_with_sums(lhs: jax.Array, rhs: jax.Array, **call: Any) -> tuple[jax.Array, jax.Array]:
     """As `bind_matmul`, for a transposed lhs: the product, and the sums of lhs."""
-    layout: dict[str, Any] = dict(transpose_lhs=transpose_lhs, transpose_rhs=transpose_rhs)
-    out_dtype = np.dtype(out_dtype)
-    wanted = problem_of(lhs, rhs, **layout, sum_leading=tuple(sum_leading), out_dtype=out_dtype)
-    refuse_explicit_sharding(wanted, lhs, rhs)
-    folded = fold(lhs.shape, rhs.shape, sum_leading, **layout)
-    lhs, rhs = vary_alike(lhs, rhs)
-    product, sums = matmul_with_sums_p.bind(
-        reshaped(lhs, folded.lhs_shape),
-        reshaped(rhs, folded.rhs_shape),
-        **layout,
-        sum_leading=folded.sum_leading,
-        out_dtype=out_dtype,
-        precision=precision,
-        tiles=tiles,
-        implementation=options.implementation,
-        device=options.device,
-    )
+    wanted, (product, sums) = bind_folded(matmul_with_sums_p, lhs, rhs, **call)
     sums_shape, _ = column_sums_type(wanted)
     return reshaped(product, wanted.out_shape), reshaped(sums, sums_shape)
-
-
-_PROBLEM = ("transpose_lhs", "transpose_rhs", "sum_leading", "out_dtype", "precision")
-
-
-def _problem(lhs: Any, rhs: Any, params: dict[str, Any]) -> MatmulProblem:
-    return problem_of(lhs, rhs, **{name: params[name] for name in _PROBLEM})
 
 
 matmul_with_sums_p.def_impl(functools.partial(evaluate, matmul_with_sums_p))
@@ -84,7 +46,7 @@ matmul_with_sums_p.def_impl(functools.partial(evaluate, matmul_with_sums_p))
 
 @matmul_with_sums_p.def_abstract_eval
 def _abstract_eval(lhs, rhs, **params):
-    problem = _problem(lhs, rhs, params)
+    problem = bound_problem(lhs, rhs, params)
     product = result_type(problem, lhs)
     shape, dtype = column_sums_type(problem)
     return [product, product.update(shape=shape, dtype=dtype)]
@@ -105,7 +67,7 @@ def _jvp(primals, tangents, **params):
     sums_tangent: Any = ad.Zero(jax.typeof(sums))
     if not isinstance(lhs_tangent, ad.Zero):
         terms.append(_with_layout(bind_matmul, lhs_tangent, rhs, params))
-        sums_tangent = sum_columns(_problem(lhs, rhs, params), lhs_tangent)
+        sums_tangent = sum_columns(bound_problem(lhs, rhs, params), lhs_tangent)
     if not isinstance(rhs_tangent, ad.Zero):
         terms.append(_with_layout(bind_matmul, lhs, rhs_tangent, params))
     return [product, sums], [functools.reduce(jnp.add, terms), sums_tangent]
@@ -138,7 +100,9 @@ def _dce(used: list[bool], *given: Any) -> Any:
     if not sums_are_used:
         return [False, False], None
     lhs, rhs = equation.invars
-    sums = jax.jit(functools.partial(sum_columns, _problem(lhs.aval, rhs.aval, equation.params)))
+    sums = jax.jit(
+        functools.partial(sum_columns, bound_problem(lhs.aval, rhs.aval, equation.params))
+    )
     (call,) = jax.make_jaxpr(sums)(lhs.aval).eqns
     return [True, False], call.replace(invars=[lhs], outvars=equation.outvars[1:])
 
@@ -153,7 +117,7 @@ _INTERPRETERS = ("interpret", "tpu_interpret")
 def _lower(ctx, lhs, rhs, **params):
     """The kernel sums what XLA would read once more for that, and nothing else: it takes time."""
     lhs_aval, rhs_aval = ctx.avals_in
-    problem = _problem(lhs_aval, rhs_aval, params)
+    problem = bound_problem(lhs_aval, rhs_aval, params)
     by_kernel = functools.partial(lower_product, ctx, problem, lhs, rhs, params=params)
     if is_made_by_a_kernel(ctx, lhs):
         return by_kernel(platform="tpu", column_sums=True)

@@ -15,7 +15,7 @@ _FIELDS = ("transpose_lhs", "transpose_rhs", "sum_leading", "out_dtype", "precis
 _EPILOGUE = ("scaled", "biased", "activation", "orders")
 
 # By name: the primitives are of a higher room.
-_PRIMITIVES: Mapping[str, tuple[Callable, tuple[str, ...]]] = {
+PRIMITIVES: Mapping[str, tuple[Callable, tuple[str, ...]]] = {
     "pallas_ops_matmul": (problem_of, _FIELDS),
     "pallas_ops_matmul_with_sums": (problem_of, _FIELDS),
     "pallas_ops_fused_matmul": (fused_problem_of, (*_FIELDS, *_EPILOGUE)),
@@ -97,9 +97,9 @@ def collect(
     found: dict[TileProblem, None] = {}
     for equation in _equations(jax.make_jaxpr(run)(arrays).jaxpr):
         params = equation.params
-        if equation.primitive.name not in _PRIMITIVES or params["implementation"] == "xla":
+        if equation.primitive.name not in PRIMITIVES or params["implementation"] == "xla":
             continue
-        describe, fields = _PRIMITIVES[equation.primitive.name]
+        describe, fields = PRIMITIVES[equation.primitive.name]
         matmul = describe(
             *(operand.aval for operand in equation.invars),
             **{name: params[name] for name in fields},
