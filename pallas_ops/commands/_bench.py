@@ -1,5 +1,6 @@
 """`pallas-ops bench`: this package beside XLA, beside what others published, and what it costs."""
 
+import dataclasses
 import pathlib
 from collections.abc import Sequence
 from typing import Any, TYPE_CHECKING
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ._benchmark import Row
+    from ._default_study import Row as DefaultRow
     from ._overhead import Overhead
     from ._precision import Row as PrecisionRow
     from ._published import Comparison, Variant
@@ -186,7 +188,7 @@ def _write_rows(
     return failures
 
 
-def _advancing(groups: Any, total: int) -> Any:
+def _advancing(groups: Any, total: int | None) -> Any:
     """The groups, with a progress bar on standard error where that is a terminal."""
     from rich.console import Console
     from rich.progress import track
@@ -230,6 +232,7 @@ def _print_rows(rows: "list[Row]", device: str) -> None:
     failed = [row for row in rows if row.seconds is None]
     for row in failed:
         console.print(f"No time of {row.provider} for {row.m} x {row.k} x {row.n}: {row.note}")
+    _print_slower(rows, console)
     _print_targets(rows, console)
     if all(row.kind == "measured" for row in rows):
         console.print(f"Measured here, on a {device}, without dispatch.")
@@ -240,6 +243,20 @@ def _print_rows(rows: "list[Row]", device: str) -> None:
         f"Predicted for a {device}, not measured: schedules of {libtpu_name()}, read by a model. "
         f"So is XLA's, but where its note says otherwise: --json, --csv."
     )
+
+
+def _print_slower(rows: "list[Row]", console: "Console") -> None:
+    """The products for which XLA's dot would be the better choice."""
+    from ._benchmark import by_product
+    from ._predicting import xla_is_faster
+
+    for (m, k, n, dtype, product), by_provider in by_product(rows).items():
+        tuned, xla = by_provider["tuned"], by_provider["xla"]
+        if xla_is_faster(tuned.seconds, xla.seconds):
+            console.print(
+                f"XLA's dot is more than a tenth faster for {product} of {m} x {k} x {n} in "
+                f'{dtype}: implementation="xla" takes it.'
+            )
 
 
 def _print_targets(rows: "list[Row]", console: "Console") -> None:
@@ -403,6 +420,99 @@ def vmem(device: str, tiles: int, as_json: bool) -> None:
     click.echo(
         f"The best that is kept is slower than the best of all by "
         f"{found.kept_regret:.1%} at most, by predicted times{note}."
+    )
+
+
+@command.command("default")
+@click.option("--device", default="v5e", show_default=True, help="The TPU.")
+@click.option(
+    "--shape",
+    "shapes",
+    metavar="M,K,N",
+    multiple=True,
+    callback=read_shapes,
+    help="A shape, whose products are compared in bfloat16.  [default: generated ones]",
+)
+@click.option(
+    "--count",
+    type=click.IntRange(min=1),
+    default=24,
+    show_default=True,
+    help="How many products of generated shapes.",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the generated shapes.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def default(
+    device: str, shapes: list[tuple[int, int, int]], count: int, seed: int, as_json: bool
+) -> None:
+    """The tile that is taken where nothing is stored, against the best of ten candidates.
+
+    For shapes that nobody chose: k and n of 96 to 16,384, m of 8 to 16,384, in bfloat16, float32
+    and int8, forward products and gradients.
+    """
+    require_compiler()
+    from .._hardware import known_generation
+    from ._default_study import generated_problems, named_problems, study, Summary
+
+    with readable():
+        name = known_generation(device).name
+        problems = named_problems(name, shapes) if shapes else generated_problems(name, count, seed)
+        rows = [row for rows in _advancing(study(problems), None) for row in rows]
+    if as_json:
+        summary = dataclasses.asdict(Summary.of(rows))
+        print_json({"summary": summary, "rows": [row.as_json() for row in rows]})
+    else:
+        _print_defaults(rows, name)
+
+
+def _print_defaults(rows: "Sequence[DefaultRow]", device: str) -> None:
+    from rich import box
+    from rich.table import Table
+
+    from ..compiler import chip
+    from ._default_study import Summary
+    from ._predicting import libtpu_name
+
+    console = make_console()
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("m x k x n", "layout", "dtype", "default tile"):
+        table.add_column(name)
+    for name in ("time", "best", "XLA's dot", "best over default"):
+        table.add_column(name, justify="right")
+    table.add_column("best tile")
+    for row in rows:
+        problem = row.problem
+        times = (row.default_seconds, row.best_seconds, row.xla_seconds)
+        table.add_row(
+            f"{problem.m} x {problem.k} x {problem.n}",
+            problem.layout,
+            problem.lhs_dtype.name,
+            row.default.label,
+            *("" if seconds is None else format_seconds(seconds) for seconds in times),
+            "" if row.ratio is None else f"{row.ratio:.3f}",
+            "" if row.best is None else row.best.label,
+        )
+    console.print(table)
+    for row in rows:
+        if row.error is not None:
+            console.print(
+                f"No time of {row.default.label} for {row.problem.describe()}: {row.error}"
+            )
+    found = Summary.of(rows)
+    if found.median is not None:
+        console.print(
+            f"Best of ten candidates over the default: {found.median:.3f} in the median, "
+            f"{found.worst:.3f} at worst, of {counted(found.rows - found.without_time, 'product')}."
+        )
+    console.print(
+        f"XLA's dot is predicted to be more than a tenth faster than the default in "
+        f"{found.xla_is_faster} of {counted(found.rows, 'product')}. Candidates with a schedule "
+        f"that could not be read: {found.unread}."
+    )
+    if not chip(device).calibrated:
+        console.print(f"UNCALIBRATED: no timings of a {device} were compared with the model.")
+    console.print(
+        f"Predicted for a {device}, not measured: schedules of {libtpu_name()}, read by a model."
     )
 
 

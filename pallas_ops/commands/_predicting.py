@@ -149,6 +149,11 @@ class Report:
         }
 
 
+def xla_is_faster(seconds: float | None, xla_seconds: float | None) -> bool:
+    """Whether XLA's dot is more than a tenth faster than ours: then a person is told so."""
+    return seconds is not None and xla_seconds is not None and seconds > 1.1 * xla_seconds
+
+
 def libtpu_name() -> str:
     try:
         return f"libtpu {importlib.metadata.version('libtpu')}"

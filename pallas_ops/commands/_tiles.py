@@ -25,7 +25,7 @@ from ._files import read_output, write_whole
 
 if TYPE_CHECKING:
     from ._entries import Stored
-    from ._why import Why
+    from ._why import Times, Why
 
 
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -318,6 +318,14 @@ def clear(yes: bool) -> None:
     type=click.Choice(["static", "cached", "autotune", "compiler"]),
     help="The resolver; PALLAS_OPS_TILES where it is left out, else cached.",
 )
+@click.option(
+    "--compile/--no-compile",
+    "compiles",
+    default=True,
+    show_default=True,
+    help="Whether the TPU compiler is asked for the tile's time and that of XLA's dot, where the "
+    "TPU is known.",
+)
 @_json
 def why(
     m: int,
@@ -332,11 +340,15 @@ def why(
     device: str | None,
     implementation: str,
     tiles: str | None,
+    compiles: bool,
     as_json: bool,
 ) -> None:
-    """Who is asked for the tile of a product, and what each answers. Nothing is measured."""
+    """Who is asked for the tile of a product, and what each answers. Nothing is measured.
+
+    Beside the tile stands its predicted time, and that of XLA's dot.
+    """
     from ._products import device_name, make_problem
-    from ._why import explain, named_in_environment, why_json
+    from ._why import explain, named_in_environment, predicted_times, why_json
 
     told: list[str] = []
     with readable(), told_warnings(told), named_in_environment(tiles):
@@ -354,13 +366,14 @@ def why(
             implementation=implementation,
         )
         found = explain(problem, tiles)
+        times = predicted_times(found) if compiles else None
     if as_json:
-        print_json(why_json(found) | {"warnings": told})
+        print_json(why_json(found, times) | {"warnings": told})
     else:
-        _print_why(found, told)
+        _print_why(found, times, told)
 
 
-def _print_why(why: "Why", told: list[str]) -> None:
+def _print_why(why: "Why", times: "Times | None", told: list[str]) -> None:
     console = make_console()
     resolution = why.resolution
     console.print(f"{why.problem.describe()}\n")
@@ -379,3 +392,18 @@ def _print_why(why: "Why", told: list[str]) -> None:
     console.print(f"Source  {resolution.source}: {resolution.reason}")
     console.print(f"VMEM    {format_bytes(why.vmem_bytes)} by estimate, {limit}")
     console.print(f"Grid    {counted(total, 'step')}: {steps}")
+    if times is None:
+        return
+    ours, xla = (
+        "unknown" if seconds is None else format_seconds(seconds)
+        for seconds in (times.seconds, times.xla_seconds)
+    )
+    how = "" if times.calibrated else ", uncalibrated"
+    console.print(f"Time    {ours} predicted{how}; XLA's dot {xla}")
+    if times.why_unknown is not None:
+        console.print(f"        {times.why_unknown}")
+    if times.xla_is_faster:
+        console.print(
+            "XLA's dot is predicted to be more than a tenth faster than this tile: "
+            'implementation="xla" takes it, and `pallas-ops tune` looks for a better tile.'
+        )

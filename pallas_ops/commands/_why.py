@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from .._hardware import find_generation
+from ..compiler._topology import why_no_compiler
 from ..tiles import (
     CachedResolver,
     estimate_vmem_bytes,
@@ -22,7 +23,8 @@ from ..tiles import (
 from ..tiles._environment import environment_resolver, RESOLVERS, TILES_VARIABLE
 from ..tiles._tables import shipped_table
 from ..tiles._vmem import scoped_vmem_limit_bytes
-from ._console import default_platform
+from ._console import default_platform, microseconds
+from ._predicting import report, xla_is_faster
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +171,38 @@ def _answer_of_measuring(problem: TileProblem) -> Step:
     return Step("measuring", "is done by the first call, and not by this command")
 
 
-def why_json(why: Why) -> dict[str, Any]:
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """What the compiler says of the tile that was chosen, and of XLA's dot.
+
+    **Arguments:**
+
+    - `seconds`, `xla_seconds`: predicted; `None` where there is no time.
+    - `calibrated`: whether the model was compared with timings of this TPU.
+    - `why_unknown`: why the tile has no time.
+    """
+
+    seconds: float | None
+    xla_seconds: float | None
+    calibrated: bool
+    why_unknown: str | None = None
+
+    @property
+    def xla_is_faster(self) -> bool:
+        return xla_is_faster(self.seconds, self.xla_seconds)
+
+
+def predicted_times(why: Why) -> Times | None:
+    """Asks the compiler; `None` where there is none, or the TPU is not known."""
+    if find_generation(why.problem.device) is None or why_no_compiler() is not None:
+        return None
+    found = report(why.problem, [why.resolution.tile.numbers], candidates=1)
+    (row,) = found.rows
+    xla = None if found.xla is None else found.xla.seconds
+    return Times(row.seconds, xla, found.calibrated, None if row.seconds is not None else row.error)
+
+
+def why_json(why: Why, times: Times | None = None) -> dict[str, Any]:
     problem, resolution = why.problem, why.resolution
     return {
         "problem": problem_key(problem) | {"m": problem.m},
@@ -182,4 +215,7 @@ def why_json(why: Why) -> dict[str, Any]:
         "vmem_limit_is_raised": resolution.vmem_limit_bytes is not None,
         "vmem_capacity_bytes": why.vmem_capacity_bytes,
         "grid_steps": why.grid_steps,
+        "predicted_us": None if times is None else microseconds(times.seconds),
+        "xla_us": None if times is None else microseconds(times.xla_seconds),
+        "xla_is_faster": times is not None and times.xla_is_faster,
     }

@@ -35,5 +35,5 @@ from ._store import (
 from ._tables import read_table as read_table, table_json as table_json
 from ._vmem import (
     estimate_vmem_bytes as estimate_vmem_bytes,
-    vmem_budget_bytes as vmem_budget_bytes,
+    most_added_bytes as most_added_bytes,
 )

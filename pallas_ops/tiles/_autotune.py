@@ -13,7 +13,7 @@ from ..compiler import kept_pool
 from ._agree import agreed
 from ._budget import check_budget
 from ._cached import AGREE_SECONDS, CachedResolver, DEFAULT_FALLBACK, stored_tile
-from ._candidates import candidates
+from ._candidates import candidates, estimated_tile
 from ._config import TileConfig
 from ._failures import failures_told
 from ._key import problem_key, versions
@@ -21,7 +21,6 @@ from ._memory import is_measuring, lock, measuring, recall, remember
 from ._problem import TileProblem
 from ._ranking import rank
 from ._resolver import check_fallback, Resolution, TileResolver
-from ._static import estimated_tile
 from ._store import default_directory, Entry, TileStore, warn_once
 from ._sweep import reason_of, Sweep, sweep, Timer
 

@@ -84,6 +84,28 @@ class TileConfig:
         return TileConfig(m, k, n, parts if can_be else 1)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class TileArray:
+    """Many tiles at once: what a `TileConfig` has, as an integer array of each.
+
+    `estimate_vmem_bytes` and `estimate_seconds` take one in place of a `TileConfig`, and then
+    answer for all of its tiles in the time that a few take one by one.
+
+    **Arguments:**
+
+    - `block_m`, `block_k`, `block_n`, `prologue_parts`: arrays of int64 that broadcast.
+    """
+
+    block_m: np.ndarray
+    block_k: np.ndarray
+    block_n: np.ndarray
+    prologue_parts: np.ndarray
+
+    @property
+    def blocks(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        return (self.block_m, self.block_k, self.block_n)
+
+
 def block_granules(problem: MatmulProblem) -> tuple[int, int, int]:
     """What each of `block_m`, `block_k` and `block_n` must be a multiple of, or the whole axis.
 

@@ -1,75 +1,109 @@
-"""How long a tile should take, roughly, from JAX's hardware table: to order candidates by."""
+"""How long a tile should take, by arithmetic alone: to choose and to order tiles by."""
 
 import math
+from typing import Any, overload
 
-from jax.experimental.pallas import tpu as pltpu
+import numpy as np
 
-from .._hardware import find_generation, GENERATIONS
+from .._hardware import find_generation
+from ..compiler import chip
 from ..kernels import MatmulProblem, mxu_passes
-from ._config import TileConfig
+from ._config import LANES, sublanes, TileArray, TileConfig
 from ._problem import TileProblem
 
 
-# What a step costs beside its MXU operations, 245 cycles and 440 where lhs is transposed, and how
-# long a DMA takes to begin: found in the TPU compiler's schedules for a v5e and fitted to published
-# timings (the project's design, "The compiler without a TPU"). For an order of candidates only; it
-# is no prediction.
-_CYCLES_PER_STEP = {False: 245, True: 440}
-_DMA_LATENCY_SECONDS = 0.5e-6
+# What a step costs beside its MXU operations, in cycles, and more where lhs is transposed: by the
+# size of the MXU, the typical difference in schedules of libtpu 0.0.50 for the shapes of
+# `pallas-ops bench default --seed 100`; 200 to 400 for one tile or another.
+_CYCLES_PER_STEP = {128: 250, 256: 360}
+_MORE_FOR_TRANSPOSED_LHS = 130
+
+_CYCLES_PER_PART = 150
+"""What each further part of the first blocks costs beside its MXU operations."""
+
+_UNKNOWN = "v5e"
+"""What an unknown device is taken for."""
 
 
-def _mxu_operations_per_second(problem: MatmulProblem, info: pltpu.TpuInfo) -> float:
-    if problem.multiplies_int8 and info.int8_ops_per_second:
-        return float(info.int8_ops_per_second)
-    return info.bf16_ops_per_second / mxu_passes(problem)
+def _padded_bytes(rows: int, columns: int, dtype: np.dtype) -> int:
+    """Bytes of a matrix in HBM, which fills whole tiles of 8 by 128."""
+    return -(-rows // 8) * 8 * -(-columns // LANES) * LANES * dtype.itemsize
 
 
-def estimate_seconds(problem: TileProblem, tile: TileConfig) -> float:
-    """The time of one product with this tile, in seconds, as an order of magnitude.
+def _mxu_cycles(problem: MatmulProblem, blocks: tuple[Any, Any, Any], device: str) -> Any:
+    """The cycles that all MXUs take for one step: each works on whole tiles of weights."""
+    on = chip(device)
+    m, k, n = blocks
+    # Rows come in whole registers. To load a tile of weights takes as long as a third of its rows.
+    rows = sublanes(problem.lhs_dtype)
+    filled_m = np.maximum(-(-m // rows) * rows, on.mxu_size // 3)
+    filled_k, filled_n = (-(-size // on.mxu_size) for size in (k, n))
+    native = problem.multiplies_int8 and on.multiplies_int8
+    rate = on.rates[32] if native else on.rates[16] / mxu_passes(problem)
+    return filled_m * filled_k * filled_n / (on.num_mxus * rate)
+
+
+@overload
+def estimate_seconds(problem: TileProblem, tile: TileConfig) -> float: ...
+@overload
+def estimate_seconds(problem: TileProblem, tile: TileArray) -> np.ndarray: ...
+def estimate_seconds(problem: TileProblem, tile: TileConfig | TileArray) -> Any:
+    """The time of one product with this tile, in seconds, roughly; for a `TileArray`, that of each.
 
     Each step takes the longer of its MXU operations and of fetching the blocks of the step after
-    it, which the kernel does meanwhile. An unknown device is taken for a v5e.
+    it, which the kernel does meanwhile. It is what `compiler.predict` simulates step by step, with
+    a formula in place of the compiler's schedule. An unknown device is taken for a v5e.
     """
-    matmul = problem.matmul
-    info = (find_generation(problem.device) or GENERATIONS["v5e"]).info
+    matmul, device = problem.matmul, problem.device
+    on = chip(device if find_generation(device) else _UNKNOWN)
     m, k, n = tile.blocks
-    m_steps, k_steps, n_steps = (
-        -(-size // block)
-        for size, block in zip((matmul.m, matmul.k, matmul.n), tile.blocks, strict=True)
-    )
+    m_steps, k_steps, n_steps = -(-matmul.m // m), -(-matmul.k // k), -(-matmul.n // n)
     batch = math.prod(matmul.leading_shape)
-    steps = batch * m_steps * k_steps * n_steps
-    column = info.mxu_column_size
-    # A weight tile of the MXU takes as long to load as a third as many rows to multiply.
-    filled_m, filled_n = max(m, column // 3), -(-n // column) * column
-    rate = _mxu_operations_per_second(matmul, info)
-    cycles_per_second = info.bf16_ops_per_second / (2 * info.num_mxus * column**2)
-    beside = _CYCLES_PER_STEP[matmul.transpose_lhs] / cycles_per_second
-    compute = 2 * filled_m * k * filled_n / rate + beside
-    # The grid goes over n inside m, and over k inside both: a block whose place does not change
-    # from one step to the next is not fetched again.
-    lhs_fetches = batch * m_steps * (n_steps * k_steps if k_steps > 1 else 1)
-    rhs_fetches = steps if n_steps * k_steps > 1 else batch
-    moved = (
-        lhs_fetches * m * k * matmul.lhs_dtype.itemsize
-        + rhs_fetches * k * n * matmul.rhs_dtype.itemsize
-        + math.prod(matmul.out_shape[:-2])
-        * m_steps
-        * n_steps
-        * (m * n * matmul.out_dtype.itemsize * matmul.outputs)
-    )
-    transfer = moved / steps / info.mem_bw_bytes_per_second
-    # Small ones wait for each other: two are under way at once, the second since the step before.
-    fetch = max(transfer, (compute + transfer + _DMA_LATENCY_SECONDS) / 2)
+    rows = batch * m_steps
+    steps = rows * n_steps * k_steps
+    beside = _CYCLES_PER_STEP[on.mxu_size] + _MORE_FOR_TRANSPOSED_LHS * matmul.transpose_lhs
+    compute = (_mxu_cycles(matmul, tile.blocks, on.name) + beside) / on.clock_hertz
+
+    # The time of moving one block, at full bandwidth: of an average one, since those at an edge
+    # are smaller.
+    def moving(shape: tuple[int, ...], dtype: np.dtype, blocks: Any) -> Any:
+        *_, first, second = shape
+        return _padded_bytes(first, second, dtype) / blocks / on.bytes_per_second
+
+    lhs = moving(matmul.lhs_shape, matmul.lhs_dtype, m_steps * k_steps)
+    rhs = moving(matmul.rhs_shape, matmul.rhs_dtype, k_steps * n_steps)
+    out = moving(matmul.out_shape, matmul.out_dtype, m_steps * n_steps) * matmul.outputs
+    latency = on.dma_latency_seconds
+
+    def after_the_first(least: Any) -> Any:
+        """All steps but the first, none of which is shorter than `least`.
+
+        The grid goes over n inside m, and over k inside both: a block whose place does not change
+        from one step to the next is not fetched again. Where k is one step, lhs is fetched where a
+        row of blocks begins.
+        """
+
+        def pair(transfer: Any) -> Any:
+            # Two transfers are under way at once, and that of the second of two steps is issued
+            # when the step before the first one ends.
+            return np.maximum(2 * np.maximum(least, transfer), compute + transfer + latency)
+
+        rhs_moves = np.where(n_steps * k_steps > 1, rhs, 0)
+        in_one = rows * (pair(lhs + rhs_moves + out) + (n_steps - 1) * pair(rhs + out))
+        of_sum = (k_steps - 1) * pair(lhs + rhs) + pair(lhs + rhs + out)
+        in_pairs = np.where(k_steps == 1, in_one, rows * n_steps * of_sum) / 2
+        # The second step's blocks come right behind the first one's: they do not wait once more.
+        alone = (steps - 1) % 2
+        moved = np.where(k_steps > 1, lhs + rhs, np.where(n_steps > 1, rhs, lhs) + out)
+        return in_pairs * (steps - 1 - alone) / steps + alone * np.maximum(least, moved)
+
     # Nothing is multiplied while the first blocks are fetched, and while the last one is stored.
-    operands = m * k * matmul.lhs_dtype.itemsize + k * n * matmul.rhs_dtype.itemsize
-    first = operands / info.mem_bw_bytes_per_second
-    output = m * n * matmul.out_dtype.itemsize * matmul.outputs
-    last = output / info.mem_bw_bytes_per_second
-    parts = int(tile.prologue_parts)
-    if parts == 1:
-        return first + compute + (steps - 1) * max(compute, fetch) + last
+    first, last = lhs + rhs, out + latency
+    parts = tile.prologue_parts
+    whole = latency + first + compute + after_the_first(compute)
     # Where they come in parts, only the first of these is waited for, if the rest is as fast.
-    fetched = first + (steps - 1) * fetch + compute / (parts if steps == 1 else 1)
-    computed = first / parts + steps * compute + (parts - 1) * beside
-    return max(fetched, computed) + last
+    fetched = latency + first + after_the_first(0) + compute / np.where(steps == 1, parts, 1)
+    of_parts = (parts - 1) * _CYCLES_PER_PART / on.clock_hertz
+    computed = latency + first / parts + steps * compute + of_parts
+    seconds = np.where(parts == 1, whole, np.maximum(fetched, computed)) + last
+    return float(seconds) if isinstance(tile, TileConfig) else seconds

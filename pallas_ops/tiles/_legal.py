@@ -7,7 +7,12 @@ from .._hardware import find_generation, GENERATIONS
 from ..kernels import MatmulProblem
 from ._config import block_granules, TileConfig, why_illegal
 from ._problem import TileProblem
-from ._vmem import COMPILER_MARGIN_BYTES, estimate_vmem_bytes, scoped_vmem_limit_bytes
+from ._vmem import (
+    COMPILER_MARGIN_BYTES,
+    estimate_vmem_bytes,
+    most_added_bytes,
+    scoped_vmem_limit_bytes,
+)
 
 
 _MIB = 1024 * 1024
@@ -103,16 +108,16 @@ def nearest_that_fits(problem: TileProblem, tile: TileConfig) -> TileConfig:
 def vmem_limit_bytes(problem: TileProblem, tile: TileConfig) -> int | None:
     """The scoped VMEM limit that a tile needs, in bytes; `None` where the default is enough.
 
-    What the compiler adds to the blocks grows with them: 30 % to the 28 MiB of a bfloat16 tile of
-    1024 x 4096 x 512 (libtpu 0.0.50, v5e). The limit takes nothing from other kernels, so half as
-    much again is asked for. A v4 has no more than the default.
+    The limit takes nothing from other kernels, so more is asked for than the compiler is known to
+    need: half as much again as the blocks, or all that it may add to them. A v4 has no more than
+    the default.
     """
     needed = estimate_vmem_bytes(problem.matmul, tile)
+    added = most_added_bytes(problem.matmul, tile)
     default, capacity = scoped_vmem_limit_bytes(problem.device), _most_vmem_bytes(problem.device)
-    added = max(COMPILER_MARGIN_BYTES, needed // 3)
     if needed + added <= default or capacity <= default:
         return None
-    return min(needed * 3 // 2 + COMPILER_MARGIN_BYTES, capacity)
+    return min(needed + max(added, needed // 2 + COMPILER_MARGIN_BYTES), capacity)
 
 
 def why_no_limit(problem: TileProblem, tile: TileConfig, limit: int) -> str | None:

@@ -1,26 +1,13 @@
-"""`StaticResolver`: tiles that are said beforehand, or a sensible one from the shape alone."""
+"""`StaticResolver`: tiles that are said beforehand, or the best by an estimate."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ._candidates import estimated_tile
 from ._config import TileConfig
-from ._legal import shrink_to_fit
 from ._problem import TileProblem
 from ._resolver import Resolution
-from ._vmem import vmem_budget_bytes
-
-
-# Near the best on a v5e that the default VMEM limit has room for, by the published timings that
-# the design cites; smaller where VMEM is short.
-_TARGETS = (1024, 1024, 512)
-
-
-@functools.lru_cache(maxsize=1024)
-def estimated_tile(problem: TileProblem) -> TileConfig:
-    """Even blocks near 1024 x 1024 x 512, within the default VMEM limit."""
-    return shrink_to_fit(problem.matmul, _TARGETS, vmem_budget_bytes(problem.device))
 
 
 def _freeze(tiles: Any) -> Any:
@@ -67,8 +54,8 @@ class StaticResolver:
     - `tiles`: one [`pallas_ops.TileConfig`][] for every problem; a mapping to one from `(m, k, n)`
         or from a [`pallas_ops.TileProblem`][]; or a hashable function from a
         [`pallas_ops.TileProblem`][] to one, or to `None`. What it leaves open, and all of it where
-        it is left out, is cut evenly into blocks near 1024 x 1024 x 512, smaller where VMEM is
-        short.
+        it is left out, gets the tile whose estimated time is the shortest of those that the
+        compiler is sure to take.
 
     **Raises:**
 
@@ -109,5 +96,5 @@ class StaticResolver:
         return Resolution(
             estimated_tile(problem),
             "estimate",
-            reason="even blocks near 1024 x 1024 x 512 that fit the default VMEM limit",
+            reason="the shortest estimated time of all blocks that are sure to fit VMEM",
         )

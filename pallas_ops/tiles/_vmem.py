@@ -1,5 +1,9 @@
 """How much VMEM a choice of blocks takes, before asking the compiler."""
 
+import math
+from typing import Any, overload
+
+import jax.numpy as jnp
 import numpy as np
 
 from .._hardware import find_generation
@@ -8,10 +12,9 @@ from ..kernels import (
     MatmulProblem,
     multiplied_dtype,
     mxu_passes,
-    operand_buffers,
     piece_counts,
 )
-from ._config import LANES, sublanes, TileConfig
+from ._config import LANES, sublanes, TileArray, TileConfig
 
 
 _MIB = 1024 * 1024
@@ -20,37 +23,49 @@ SMALLEST_SCOPED_VMEM_LIMIT_BYTES = 16 * _MIB
 """The compiler's default limit on the generations that have least (v4, v5e, v5p)."""
 
 COMPILER_MARGIN_BYTES = 4 * _MIB
-"""What the compiler adds to the blocks, mostly: spills, masks, copies for layouts. The most that
-was seen is 4.6 MiB (1024 x 2048 x 256, transposed lhs, v4, libtpu 0.0.50)."""
+"""What the compiler adds to the blocks, mostly: spills, masks, copies for layouts."""
+
+_MARGIN_OF_ONE_DTYPE_BYTES = 5 * _MIB // 2
+"""The same where both operands have one dtype, in one pass, beside a copy of lhs."""
 
 
-def _padded_bytes(rows: int, columns: int, dtype: np.dtype) -> int:
+def _padded_bytes(rows: Any, columns: Any, dtype: np.dtype) -> Any:
     """Bytes of one block in VMEM, where it fills whole tiles of sublanes by lanes."""
     tile_rows = sublanes(dtype)
     return -(-rows // tile_rows) * tile_rows * -(-columns // LANES) * LANES * dtype.itemsize
 
 
-def estimate_vmem_bytes(problem: MatmulProblem, tile: TileConfig) -> int:
-    """The VMEM that a kernel needs, in bytes.
+@overload
+def estimate_vmem_bytes(problem: MatmulProblem, tile: TileConfig) -> int: ...
+@overload
+def estimate_vmem_bytes(problem: MatmulProblem, tile: TileArray) -> np.ndarray: ...
+def estimate_vmem_bytes(problem: MatmulProblem, tile: TileConfig | TileArray) -> Any:
+    """The VMEM that a kernel needs, in bytes; for a `TileArray`, that of each tile.
 
-    Two buffers for each block, the accumulator, and the copies that a mixture of dtypes or a
-    higher precision makes of a block. The compiler adds up to `COMPILER_MARGIN_BYTES` to that,
+    Two buffers for each block that moves, the accumulator, and the copies that a mixture of dtypes
+    or a higher precision makes of a block. The compiler adds up to `most_added_bytes` to that,
     irregularly: only it can say that a tile fits.
     """
     m, k, n = tile.blocks
     lhs = (k, m) if problem.transpose_lhs else (m, k)
     rhs = (n, k) if problem.transpose_rhs else (k, n)
-    lhs_buffers, rhs_buffers, in_parts = 2, 2, tile.prologue_parts > 1
-    if in_parts:
-        lhs_buffers, rhs_buffers = operand_buffers(problem, tile.blocks)
+    # All of this is arithmetic, and has no branch on a tile: it holds for arrays of tiles as well.
+    in_parts = tile.prologue_parts > 1
+    m_steps, k_steps, n_steps = -(-problem.m // m), -(-problem.k // k), -(-problem.n // n)
+    # One buffer is enough for a block that never moves (libtpu 0.0.42 and 0.0.50).
+    moves = math.prod(problem.leading_shape) > 1
+    lhs_buffers, rhs_buffers, out_buffers = (
+        1 + (moves | (steps > 1))
+        for steps in (m_steps * k_steps, k_steps * n_steps, m_steps * n_steps)
+    )
     buffers = (
         lhs_buffers * _padded_bytes(*lhs, problem.lhs_dtype)
         + rhs_buffers * _padded_bytes(*rhs, problem.rhs_dtype)
-        + 2 * problem.outputs * _padded_bytes(m, n, problem.out_dtype)
+        + out_buffers * problem.outputs * _padded_bytes(m, n, problem.out_dtype)
         + 2 * sum(_padded_bytes(1, n, columns.dtype) for columns in problem.columns)
     )
-    steps = k < problem.k or any(problem.sum_leading) or in_parts
-    accumulator = _padded_bytes(m, n, problem.accumulator_dtype) if steps else 0
+    sums_steps = (k < problem.k) | any(problem.sum_leading) | in_parts
+    accumulator = sums_steps * _padded_bytes(m, n, problem.accumulator_dtype)
     # What is not of the dtype in which they are multiplied is copied to it, in all of its pieces.
     dtype = multiplied_dtype(problem)
     lhs_pieces, rhs_pieces = piece_counts(problem)
@@ -67,10 +82,29 @@ def estimate_vmem_bytes(problem: MatmulProblem, tile: TileConfig) -> int:
         # bfloat16 by int8 in blocks of 1024 x 1024 x 512, libtpu 0.0.42 and 0.0.50).
         narrow = lhs if problem.lhs_dtype == np.int8 else rhs
         copies += _padded_bytes(*narrow, dtype) + _padded_bytes(m, n, np.dtype(np.float32))
-    if problem.transpose_lhs and problem.k % k:
+    if problem.transpose_lhs:
         # Masked at the edge of k and then transposed (16.3 of 16 MiB, bfloat16, libtpu 0.0.42).
-        copies += _padded_bytes(*lhs, problem.lhs_dtype)
+        copies += (problem.k % k > 0) * _padded_bytes(*lhs, problem.lhs_dtype)
     return buffers + accumulator + copies
+
+
+@overload
+def most_added_bytes(problem: MatmulProblem, tile: TileConfig) -> int: ...
+@overload
+def most_added_bytes(problem: MatmulProblem, tile: TileArray) -> np.ndarray: ...
+def most_added_bytes(problem: MatmulProblem, tile: TileConfig | TileArray) -> Any:
+    """The most that the compiler is known to add to `estimate_vmem_bytes`, in bytes.
+
+    For operands of float32 it is 2 MiB; those narrower than 32 bits it may keep a copy of lhs of,
+    in bfloat16, and up to 2 MiB beside (536 kernels near the limit of a v4, and of every generation
+    for generated shapes, libtpu 0.0.42 and 0.0.50).
+    """
+    m, k, _ = tile.blocks
+    lhs = (k, m) if problem.transpose_lhs else (m, k)
+    copied = problem.lhs_dtype.itemsize < 4
+    plain = problem.lhs_dtype == problem.rhs_dtype and mxu_passes(problem) == 1
+    beside = _MARGIN_OF_ONE_DTYPE_BYTES if plain else COMPILER_MARGIN_BYTES
+    return beside + int(copied) * _padded_bytes(*lhs, np.dtype(jnp.bfloat16))
 
 
 def scoped_vmem_limit_bytes(device: str | None) -> int:
@@ -79,9 +113,3 @@ def scoped_vmem_limit_bytes(device: str | None) -> int:
     if generation is None:
         return SMALLEST_SCOPED_VMEM_LIMIT_BYTES
     return generation.scoped_vmem_limit_bytes
-
-
-def vmem_budget_bytes(device: str | None) -> int:
-    """What `estimate_vmem_bytes` may reach on `device` within the default limit."""
-    limit = scoped_vmem_limit_bytes(device)
-    return limit - max(COMPILER_MARGIN_BYTES, limit // 4)  # a third of what is left

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import threading
@@ -481,7 +482,7 @@ def test_clear_is_for_this_process_as_well():
 
 
 def _why(*arguments):
-    result = _run("why", *arguments, "--json")
+    result = _run("why", *arguments, "--no-compile", "--json")
     assert (result.exit_code, result.stderr) == (0, ""), result.stderr
     return json.loads(result.stdout)
 
@@ -491,15 +492,34 @@ def _asked(why):
 
 
 def test_why_of_what_is_nowhere(folder):
-    result = _run("why", 2048, 4096, 4608, "--device", "v5e")
+    result = _run("why", 2048, 512, 1152, "--device", "v5e", "--no-compile")
     assert (result.exit_code, result.stderr) == (0, "")
-    path = TileStore().path(problem_key(_problem(2048, 4096, 4608)), versions())
+    path = TileStore().path(problem_key(_problem(2048, 512, 1152)), versions())
     assert f"the store, {path}: nothing\n" in result.stdout
-    assert "Tile    block_m=1024, block_k=1024, block_n=512\n" in result.stdout
+    tile = po.StaticResolver().resolve(_problem(2048, 512, 1152)).tile
+    m, n, k = 2048 // tile.block_m, 1152 // tile.block_n, 512 // tile.block_k
+    assert f"Tile    block_m={tile.block_m}, block_k={tile.block_k}, " in result.stdout
     assert "Source  estimate: " in result.stdout
     assert "limit 16.0 MiB (the default), of 128.0 MiB in all" in result.stdout
-    assert "Grid    72 steps: batch 1 x m 2 x n 9 x k 4" in result.stdout
+    assert f"Grid    {m * n * k} steps: batch 1 x m {m} x n {n} x k {k}" in result.stdout
+    assert "Time" not in result.stdout
     assert not folder.exists()
+
+
+def test_why_says_where_xlas_dot_is_faster():
+    """A poor tile is stored: its time stands beside XLA's, with what to do about it."""
+    _put(_problem(), 8, 128, 128)
+    arguments = ("why", 64, 512, 256, "--device", "v5e")
+    result = _run(*arguments)
+    assert (result.exit_code, result.stderr) == (0, "")
+    told = re.search(r"Time    ([\d.]+) us predicted; XLA's dot ([\d.]+) us\n", result.stdout)
+    ours, xla = map(float, told.groups())
+    assert ours > 1.1 * xla
+    assert 'more than a tenth faster than this tile: implementation="xla"' in result.stdout
+    found = json.loads(_run(*arguments, "--json").stdout)
+    assert found["xla_is_faster"]
+    assert found["predicted_us"] == pytest.approx(ours, rel=1e-3)
+    assert found["xla_us"] == pytest.approx(xla, rel=1e-3)
 
 
 def test_why_of_what_is_shipped():
@@ -623,7 +643,7 @@ def test_a_raised_limit_is_told():
     why = _why(4096, 4096, 4096, "--device", "v5e")
     assert why["vmem_limit_is_raised"]
     assert 2**24 < why["vmem_estimate_bytes"] < why["vmem_limit_bytes"] < 2**27
-    result = _run("why", 4096, 4096, 4096, "--device", "v5e")
+    result = _run("why", 4096, 4096, 4096, "--device", "v5e", "--no-compile")
     assert "(raised for it), of 128.0 MiB in all" in result.stdout
 
 

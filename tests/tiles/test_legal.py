@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 import pallas_ops as po
 from pallas_ops._hardware import GENERATIONS
 from pallas_ops.compiler import compile_for_tpu
-from pallas_ops.kernels import pallas_matmul
+from pallas_ops.kernels import pallas_matmul, why_no_parts
 from pallas_ops.tiles import (
     block_granules,
     candidates,
@@ -137,12 +137,22 @@ def test_first_blocks_come_in_parts_on_one_core(device, in_parts):
     problem = tile_problem(2048, 2048, 2048, "bfloat16", device=device)
     found = candidates(problem, most=100)
     assert any(tile.prologue_parts > 1 for tile in found) == in_parts
-    # Each in one way, but for the default, which is there as it is.
-    default = po.StaticResolver().resolve(problem).tile
-    others = [tile.blocks for tile in found if tile != default]
-    assert default.prologue_parts == 1
-    assert default in found
-    assert len(set(others)) == len(others)
+    assert (po.StaticResolver().resolve(problem).tile.prologue_parts > 1) == in_parts
+    # Each choice of blocks in one way.
+    assert len({tile.blocks for tile in found}) == len(found)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_parts_of_candidates_are_those_that_the_kernel_takes(layout):
+    """`candidates` has its own arithmetic for many tiles at once: none of them may lose parts."""
+    for sizes in ((2048, 4096, 1024), (512, 1792, 640), (1000, 2048, 384)):
+        problem = tile_problem(*sizes, "bfloat16", device="v5e", layout=layout)
+        granules = block_granules(problem.matmul)
+        found = candidates(problem, most=1000)
+        assert len(found) > 50
+        for tile in found:
+            parts = int(tile.prologue_parts)
+            assert why_no_parts(problem.matmul, tile.blocks, parts, granules) is None
 
 
 def test_parts_are_for_a_product_that_waits_for_its_multiplications():
