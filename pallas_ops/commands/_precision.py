@@ -23,6 +23,7 @@ from ..compiler import (
     xla_time,
     XlaTime,
 )
+from ..compiler._schedule import KernelSchedule
 from ..kernels import MatmulProblem, mxu_passes, product_of_pieces, promoted_dtype
 from ..tiles import StaticResolver, TileProblem
 from ..tiles._ranking import compile_job
@@ -181,6 +182,13 @@ def _problem(
     )
 
 
+def _rows(schedule: KernelSchedule, job: CompileJob) -> int:
+    """What the MXUs get for one tile, whose operands may come in parts."""
+    if schedule.start is None or schedule.part is None:
+        return schedule.middle.rows
+    return schedule.start.rows + (job.prologue_parts - 1) * schedule.part.rows
+
+
 def _row(judgement: Judgement | None, xla: Verdict | None, offset: float) -> Row:
     assert judgement is not None
     assert xla is not None
@@ -205,7 +213,7 @@ def _row(judgement: Judgement | None, xla: Verdict | None, offset: float) -> Row
     return Row(
         problem,
         blocks,
-        scheduled_passes=None if schedule is None else schedule.middle.rows / one_pass,
+        scheduled_passes=None if schedule is None else _rows(schedule, judgement.job) / one_pass,
         emulated_error=relative_error(emulated, lhs, rhs),
         cpu_error=relative_error(np.asarray(on_cpu), lhs, rhs),
         seconds=None if prediction is None else prediction.seconds,

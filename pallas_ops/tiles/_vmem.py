@@ -1,6 +1,5 @@
 """How much VMEM a choice of blocks takes, before asking the compiler."""
 
-import math
 from typing import Any, overload
 
 import jax.numpy as jnp
@@ -42,26 +41,22 @@ def estimate_vmem_bytes(problem: MatmulProblem, tile: TileArray) -> np.ndarray: 
 def estimate_vmem_bytes(problem: MatmulProblem, tile: TileConfig | TileArray) -> Any:
     """The VMEM that a kernel needs, in bytes; for a `TileArray`, that of each tile.
 
-    Two buffers for each block that moves, the accumulator, and the copies that a mixture of dtypes
-    or a higher precision makes of a block. The compiler adds up to `most_added_bytes` to that,
-    irregularly: only it can say that a tile fits.
+    Two buffers for each block, the accumulator, and the copies that a mixture of dtypes or a higher
+    precision makes of a block. The compiler adds up to `most_added_bytes` to that, irregularly:
+    only it can say that a tile fits.
     """
     m, k, n = tile.blocks
     lhs = (k, m) if problem.transpose_lhs else (m, k)
     rhs = (n, k) if problem.transpose_rhs else (k, n)
     # All of this is arithmetic, and has no branch on a tile: it holds for arrays of tiles as well.
     in_parts = tile.prologue_parts > 1
-    m_steps, k_steps, n_steps = -(-problem.m // m), -(-problem.k // k), -(-problem.n // n)
-    # One buffer is enough for a block that never moves (libtpu 0.0.42 and 0.0.50).
-    moves = math.prod(problem.leading_shape) > 1
-    lhs_buffers, rhs_buffers, out_buffers = (
-        1 + (moves | (steps > 1))
-        for steps in (m_steps * k_steps, k_steps * n_steps, m_steps * n_steps)
-    )
+    # The kernel that fetches its operands itself has one buffer for a block that never moves.
+    lhs_buffers = 2 - (in_parts & (m >= problem.m) & (k >= problem.k))
+    rhs_buffers = 2 - (in_parts & (k >= problem.k) & (n >= problem.n))
     buffers = (
         lhs_buffers * _padded_bytes(*lhs, problem.lhs_dtype)
         + rhs_buffers * _padded_bytes(*rhs, problem.rhs_dtype)
-        + out_buffers * problem.outputs * _padded_bytes(m, n, problem.out_dtype)
+        + 2 * problem.outputs * _padded_bytes(m, n, problem.out_dtype)
         + 2 * sum(_padded_bytes(1, n, columns.dtype) for columns in problem.columns)
     )
     sums_steps = (k < problem.k) | any(problem.sum_leading) | in_parts

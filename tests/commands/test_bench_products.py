@@ -98,7 +98,7 @@ def test_the_stored_tile_is_the_tuned_one():
     assert len(list(TileStore().entries())) == 1
     (after,) = predicted_rows([(256, 512, 384)], device="v5e", products=["forward"])
     (searched,) = predicted_rows([(256, 512, 384)], device="v5e", products=["forward"], search=True)
-    assert after[1].tile == stored.blocks
+    assert after[1].tile == stored.numbers
     assert searched[1].tile == before[1].tile
     assert searched[1].seconds <= after[1].seconds
 
