@@ -12,6 +12,7 @@ os.environ["PALLAS_OPS_CACHE_DIR"] = tempfile.mkdtemp(prefix="pallas-ops-tests-"
 os.environ["PALLAS_OPS_TILES"] = ""
 
 import jax
+import pytest
 from jaxtyping import install_import_hook
 
 
@@ -23,3 +24,17 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 with install_import_hook("pallas_ops", "beartype.beartype"):
     import pallas_ops  # noqa: F401
+
+from . import workers  # noqa: E402  (it imports the package, after all of the above)
+
+
+workers.share()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_workers(request):
+    """For a module that is marked so: its pools start and end workers of their own."""
+    is_own = request.node.get_closest_marker("own_workers") is not None
+    workers.own(is_own)
+    yield
+    workers.own(False)

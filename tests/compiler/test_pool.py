@@ -29,6 +29,8 @@ from pallas_ops.compiler._stand_in import stand_in
 from .tools import job
 
 
+pytestmark = pytest.mark.own_workers
+
 ROOT = pathlib.Path(__file__).parents[2]
 SMALL = job(1024, 1024, 1024, (256, 512, 256))
 
