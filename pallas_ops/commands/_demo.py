@@ -2,11 +2,14 @@
 
 import functools
 import importlib.metadata
+import io
 import pathlib
 import sys
 from typing import TYPE_CHECKING
 
 import click
+
+from ._files import write_whole
 
 
 if TYPE_CHECKING:
@@ -256,4 +259,6 @@ def _save_plot(path: pathlib.Path, names: tuple[str, ...], runs: "list[Run]") ->
     for axes in (top, bottom):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=150)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=150, format=path.suffix.removeprefix(".").lower())
+    write_whole(path, picture.getvalue())

@@ -1,11 +1,12 @@
 """Files that commands write: whether they can, before any work begins, and then all of one."""
 
-import contextlib
 import os
 import pathlib
 import tempfile
 
 import click
+
+from .. import _whole
 
 
 def read_output(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
@@ -60,7 +61,6 @@ def write_whole(path: pathlib.Path, content: str | bytes) -> None:
     `click.ClickException` where it cannot be written.
     """
     data = content.encode() if isinstance(content, str) else content
-    name = None
     try:
         if _is_written_in_place(path):
             with path.open("ab") as stream:
@@ -68,14 +68,8 @@ def write_whole(path: pathlib.Path, content: str | bytes) -> None:
             return
         # Where the name is a link, what it points to is replaced.
         path = path.resolve()
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-", suffix=".tmp")
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(data)
-        # A temporary file is its owner's alone; this one is to be shared.
-        os.chmod(name, path.stat().st_mode & 0o777 if path.exists() else 0o644)
-        os.replace(name, path)
+        # A file of its owner alone would not do: this one is to be shared.
+        mode = path.stat().st_mode & 0o777 if path.exists() else 0o644
+        _whole.write_whole(path, data, mode=mode)
     except OSError as error:
-        if name is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(name)
         raise click.ClickException(f"{path} cannot be written: {error.strerror}.") from None

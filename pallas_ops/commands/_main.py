@@ -1,6 +1,8 @@
 """`pallas-ops`: the group that finds each command in its own file."""
 
 import importlib
+import io
+import sys
 
 import click
 
@@ -28,3 +30,6 @@ def main() -> None:
     """Pallas TPU matrix multiplication as a typed, differentiable JAX operator."""
     # Before any command starts JAX's backends, which load libtpu wherever it is installed.
     quiet_libtpu()
+    # The name of a folder may hold bytes that are no text; they are printed as numbers.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")

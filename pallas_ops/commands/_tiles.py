@@ -1,7 +1,10 @@
 """`pallas-ops tiles`: what is stored, and how a tile is chosen."""
 
+import contextlib
 import math
+import os
 import pathlib
+from collections.abc import Iterator
 from typing import Any, TYPE_CHECKING
 
 import click
@@ -24,6 +27,7 @@ from ._files import read_output, write_whole
 
 
 if TYPE_CHECKING:
+    from ..tiles import TileStore
     from ._entries import Stored
     from ._why import Times, Why
 
@@ -39,12 +43,27 @@ def command() -> None:
     """
 
 
+@contextlib.contextmanager
+def _usable(store: "TileStore", verb: str) -> Iterator[None]:
+    """An error of the system, of a store that cannot be read or cleared, as one line."""
+    from ..tiles._store import CACHE_DIR_VARIABLE, shown, why_not
+
+    try:
+        yield
+    except OSError as error:
+        raise click.ClickException(
+            f"The store {shown(store.directory)} cannot be {verb}: {why_not(error)}. Make it a "
+            f"folder that you may read and write; {CACHE_DIR_VARIABLE} names another."
+        ) from None
+
+
 def _stored() -> "tuple[pathlib.Path, list[Stored]]":
     from ..tiles import TileStore
     from ._entries import read_store
 
     store = TileStore()
-    return store.directory, list(read_store(store))
+    with _usable(store, "read"):
+        return store.directory, list(read_store(store))
 
 
 def _how_used(stored: "Stored") -> str:
@@ -245,12 +264,14 @@ def import_(file: Any) -> None:
     kernel are left out. A tile that is stored for the same problem is replaced.
     """
     from ..tiles import forget, InvalidEntryError, TileStore
+    from ..tiles._store import why_not
     from ._entries import read_import
 
     try:
         table = read_import(file.read())
-    except InvalidEntryError as error:
-        raise click.ClickException(f"{file.name}: {error}. Nothing was imported.") from None
+    except (OSError, InvalidEntryError) as error:
+        reason = why_not(error)
+        raise click.ClickException(f"{file.name}: {reason}. Nothing was imported.") from None
     verb = "was" if table.left_out == 1 else "were"
     left_out = (
         f"{counted(table.left_out, 'tile')} of another version of the kernel {verb} left out."
@@ -262,7 +283,7 @@ def import_(file: Any) -> None:
     told: list[str] = []
     replaced = 0
     for count, entry in enumerate(table.entries):
-        replaced += store.path(entry.key, entry.versions).exists()
+        replaced += os.path.exists(store.path(entry.key, entry.versions))
         with told_warnings(told):
             stored = store.put(entry)
         if not stored:
@@ -281,7 +302,8 @@ def clear(yes: bool) -> None:
     from ..tiles import forget, TileStore
 
     store = TileStore()
-    entries, leftovers = store.files()
+    with _usable(store, "read"):
+        entries, leftovers = store.files()
     parts = ((entries, "stored tile"), (leftovers, "unfinished file"))
     what = " and ".join(counted(len(paths), name) for paths, name in parts if paths)
     if not what:
@@ -289,12 +311,8 @@ def clear(yes: bool) -> None:
         return
     if not yes:
         click.confirm(f"Remove {what} from {store.directory}?", abort=True)
-    try:
+    with _usable(store, "cleared"):
         store.clear()
-    except OSError as error:
-        raise click.ClickException(
-            f"{store.directory} cannot be cleared: {error.strerror}."
-        ) from None
     forget()
     click.echo(f"{what} removed.")
 

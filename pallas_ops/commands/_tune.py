@@ -269,6 +269,8 @@ def _problems_from(source: str, device: str | None, implementation: str) -> "lis
 
 
 def _print_tuned(console: "Console", tuned: "Tuned") -> None:
+    from ..tiles._store import shown
+
     console.print(f"\n{tuned.problem.describe()}")
     entry = tuned.entry
     if entry is not None:
@@ -284,7 +286,7 @@ def _print_tuned(console: "Console", tuned: "Tuned") -> None:
         if tuned.status == "tuned":
             console.print(f"  stored in {tuned.path}")
         elif tuned.status == "not stored":
-            console.print(f"  could not be stored in {tuned.path}")
+            console.print(f"  could not be stored in {shown(tuned.path)}")
     for message in tuned.told:
         console.print(f"  Warning: {message}")
 

@@ -21,6 +21,7 @@ from ..tiles import (
     versions,
 )
 from ..tiles._environment import environment_resolver, RESOLVERS, TILES_VARIABLE
+from ..tiles._store import shown, why_not
 from ..tiles._tables import shipped_table
 from ..tiles._vmem import scoped_vmem_limit_bytes
 from ._console import default_platform, microseconds
@@ -83,11 +84,15 @@ def _answer_of_store(problem: TileProblem, used: Resolution) -> Step:
     entry = store.get(key, versions())
     if entry is not None:
         answer = f"{entry.tile}" + ("" if used.source == "store" else ", which does not fit here")
-    elif path.exists():
-        answer = "a file that cannot be used"
     else:
-        answer = "nothing"
-    return Step(f"the store, {path}", answer)
+        try:
+            path.lstat()
+            answer = "a file that cannot be used"
+        except FileNotFoundError:
+            answer = "nothing"
+        except OSError as error:
+            answer = f"it cannot be read: {why_not(error)}"
+    return Step(f"the store, {shown(path)}", answer)
 
 
 def _answer_of_table(problem: TileProblem, used: Resolution) -> Step:

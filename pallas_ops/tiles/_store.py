@@ -1,5 +1,6 @@
 """The store of tiles: one small JSON file for each problem, that many processes may use at once."""
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -8,13 +9,14 @@ import math
 import os
 import pathlib
 import re
-import tempfile
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import platformdirs
 
+from .._whole import hold, UNFINISHED, write_whole
 from ._config import TileConfig
 
 
@@ -30,6 +32,9 @@ SCHEMA = 1
 # Beyond this a file is no entry of ours, and is not read into memory.
 _MOST_BYTES = 1 << 20
 
+
+# Looking for files that killed writers left takes at most this part of a process's time.
+_SWEEPING_SHARE = 1 / 20
 
 # Control characters but for tabs and new lines, and halves of surrogate pairs.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
@@ -128,10 +133,30 @@ class Entry:
 
 
 def default_directory() -> pathlib.Path:
-    """Where the user's store is: `PALLAS_OPS_CACHE_DIR`, else where the system keeps caches."""
-    moved = os.environ.get(CACHE_DIR_VARIABLE)
-    return pathlib.Path(moved) if moved else platformdirs.user_cache_path("pallas-ops")
+    """Where the user's store is: `PALLAS_OPS_CACHE_DIR`, else where the system keeps caches.
 
+    A `~` that no shell has replaced, as in quotes or a service's file, is replaced here. As in a
+    shell, that of a user who does not exist is a name like any other.
+    """
+    moved = os.environ.get(CACHE_DIR_VARIABLE)
+    if not moved:
+        return platformdirs.user_cache_path("pallas-ops")
+    return pathlib.Path(os.path.expanduser(moved))
+
+
+def shown(path: pathlib.Path) -> str:
+    """A path that may be too long to be one, or hold what none can, as a part of one line."""
+    text = "".join(one if one.isprintable() else "?" for one in str(path))
+    return text if len(text) <= 300 else f"{text[:100]}... ({len(text)} characters)"
+
+
+def why_not(error: Exception) -> str:
+    """What the system says, without the path, which the text of an `OSError` repeats."""
+    return getattr(error, "strerror", None) or str(error)
+
+
+# When each folder is swept again, in the time of `time.monotonic`.
+_next_sweep: dict[pathlib.Path, float] = {}
 
 _warned: set[str] = set()
 
@@ -177,62 +202,119 @@ class TileStore:
                 raise InvalidEntryError("it is the entry of another problem or version")
         except FileNotFoundError:
             return None
-        except (OSError, InvalidEntryError) as error:
-            # What the system refuses for one file it will refuse for the others too.
-            is_system = isinstance(error, OSError)
-            advice = (
-                f"{CACHE_DIR_VARIABLE} moves the store."
-                if is_system
-                else "`pallas-ops tiles clear` removes what is stored."
-            )
+        except InvalidEntryError as error:
             warn_once(
-                f"store {self.directory}" if is_system else str(path),
-                f"the stored tile {path} cannot be used and is left out: {error}. {advice}",
+                str(path),
+                f"the stored tile {path} cannot be used and is left out: {error}. "
+                f"`pallas-ops tiles clear` removes what is stored.",
+            )
+            return None
+        except (OSError, ValueError) as error:
+            # What the system refuses for one file it will refuse for the others too.
+            warn_once(
+                f"store {self.directory}",
+                f"the stored tile {shown(path)} cannot be used and is left out: {why_not(error)}. "
+                f"{CACHE_DIR_VARIABLE} moves the store.",
             )
             return None
         return entry
 
     def put(self, entry: Entry) -> bool:
-        """Writes an entry; a folder that cannot be written to is one warning, and `False`."""
+        """Writes an entry; a folder that cannot be written to is one warning, and `False`.
+
+        An interrupt (`KeyboardInterrupt`) arrives, and leaves the entry as it was or all of the
+        new one.
+        """
         path = self.path(entry.key, entry.versions)
+        # A line for each field. Where `json` indents it leaves garbage in cycles: who collects that
+        # calls a function of JAX's, and an interrupt that comes in there is lost.
+        lines = [
+            f'"{name}": {json.dumps(value, sort_keys=True)}'
+            for name, value in sorted(entry.as_json().items())
+        ]
+        data = "{{\n{}\n}}\n".format(",\n".join(lines)).encode()
+        self._sweep()
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=self.directory, prefix=".new-", suffix=".tmp")
             try:
-                with os.fdopen(handle, "w", encoding="utf-8") as file:
-                    json.dump(entry.as_json(), file, indent=1, sort_keys=True)
-                os.replace(name, path)
-            except BaseException:
-                os.unlink(name)
-                raise
-        except OSError as error:
+                self._write(path, data)
+            except FileNotFoundError:
+                # What was not ready was removed: by `clear`, by `_sweep` before it was held, or by
+                # that of another machine, where a file system has locks for each machine alone.
+                self._write(path, data)
+        except (OSError, ValueError) as error:
             warn_once(
                 f"store {self.directory}",
-                f"tiles cannot be stored in {self.directory} ({error}), and will be looked for "
-                f"again by the next process. {CACHE_DIR_VARIABLE} moves the store.",
+                f"tiles cannot be stored in {shown(self.directory)} ({why_not(error)}), and will "
+                f"be looked for again by the next process. {CACHE_DIR_VARIABLE} moves the store.",
             )
             return False
         return True
 
+    def _write(self, path: pathlib.Path, data: bytes) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        write_whole(path, data)
+
+    def _sweep(self) -> None:
+        """Removes what killed writers have left; that of a living one is held, and stays.
+
+        The whole folder is looked through, but the less often the longer that takes.
+        """
+        begun = time.monotonic()
+        if begun < _next_sweep.get(self.directory, begun):
+            return
+        # A folder that cannot be swept may still be written to.
+        with contextlib.suppress(OSError, ValueError):
+            for path in self._paths(*UNFINISHED):
+                with contextlib.suppress(OSError), path.open("r+b") as file:
+                    if hold(file):
+                        path.unlink()
+        ended = time.monotonic()
+        _next_sweep[self.directory] = ended + (ended - begun) / _SWEEPING_SHARE
+
+    def _paths(self, prefix: str, suffix: str, *, only_files: bool = True) -> list[pathlib.Path]:
+        """What is in the folder, in order; nothing where it does not exist."""
+        try:
+            with os.scandir(self.directory) as found:
+                return sorted(
+                    pathlib.Path(one.path)
+                    for one in found
+                    if one.name.startswith(prefix)
+                    and one.name.endswith(suffix)
+                    # No folder is ours, whatever its name.
+                    and not (only_files and one.is_dir(follow_symlinks=False))
+                )
+        except FileNotFoundError:
+            return []
+
     def entries(self) -> Iterator[tuple[pathlib.Path, Entry | Exception]]:
-        """Every file of the store with its entry, or with what is wrong with it."""
-        for path in sorted(self.directory.glob("*.json")):
+        """Every file of the store with its entry, or with what is wrong with it.
+
+        **Raises:**
+
+        `OSError` where the folder cannot be listed.
+        """
+        for path in self._paths("", ".json", only_files=False):
             try:
                 yield path, _read(path)
             except (OSError, InvalidEntryError) as error:
                 yield path, error
 
     def files(self) -> tuple[list[pathlib.Path], list[pathlib.Path]]:
-        """What `clear` removes: the files of entries, and what interrupted writes have left."""
-        entries, leftovers = (
-            # No folder: none is ours, whatever its name.
-            [path for path in self.directory.glob(pattern) if path.is_symlink() or path.is_file()]
-            for pattern in ("*.json", ".new-*.tmp")
-        )
-        return entries, leftovers
+        """What `clear` removes: the files of entries, and what interrupted writes have left.
+
+        **Raises:**
+
+        `OSError` where the folder cannot be listed.
+        """
+        return self._paths("", ".json"), self._paths(*UNFINISHED)
 
     def clear(self) -> int:
-        """Removes every file of the store; returns how many there were."""
+        """Removes every file of the store; returns how many there were.
+
+        **Raises:**
+
+        `OSError` where the folder cannot be listed, or a file cannot be removed.
+        """
         paths = list(itertools.chain(*self.files()))
         for path in paths:
             path.unlink(missing_ok=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from .._hardware import GENERATIONS
 from ..kernels import KERNEL_VERSION
-from ._store import Entry, InvalidEntryError, parse_json, SCHEMA, warn_once
+from ._store import Entry, InvalidEntryError, parse_json, SCHEMA, shown, warn_once, why_not
 
 
 def table_json(entries: Iterable[Entry]) -> str:
@@ -77,8 +77,9 @@ def load_table(path: str | os.PathLike) -> Table:
     try:
         found = os.stat(path)
         return _load(path, (found.st_mtime_ns, found.st_size))
-    except (OSError, InvalidEntryError) as error:
-        warn_once(path, f"the table of tiles {path} cannot be used and is left out: {error}")
+    except (OSError, ValueError) as error:  # of these a path that can be none, and a bad entry
+        reason = f"{shown(pathlib.Path(path))} cannot be used and is left out: {why_not(error)}"
+        warn_once(path, f"the table of tiles {reason}")
         return Table([])
 
 

@@ -1,11 +1,13 @@
 """`pallas-ops tiles`: what is stored, moving it, and why a tile is chosen."""
 
 import dataclasses
+import errno
 import json
 import math
 import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -20,7 +22,15 @@ from pallas_ops.commands._entries import check_entry
 from pallas_ops.commands._products import make_problem
 from pallas_ops.commands._why import explain
 from pallas_ops.kernels import run_kernel
-from pallas_ops.tiles import Entry, InvalidEntryError, problem_key, table_json, TileStore, versions
+from pallas_ops.tiles import (
+    _store,
+    Entry,
+    InvalidEntryError,
+    problem_key,
+    table_json,
+    TileStore,
+    versions,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -263,6 +273,26 @@ def test_export_writes_all_or_nothing(tmp_path, monkeypatch):
     assert json.loads(table.read_text())["schema"] == 1
 
 
+@pytest.mark.parametrize("after", [False, True])
+def test_an_interrupted_export_leaves_the_old_table_or_the_new_one(after, tmp_path, monkeypatch):
+    table = tmp_path / "table.json"
+    table.write_text("old")
+    table.chmod(0o640)
+
+    def replace(*paths, real=os.replace):
+        if after:
+            real(*paths)
+        signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", replace)
+        with pytest.raises(KeyboardInterrupt):
+            _files.write_whole(table, "new")
+    assert table.read_text() == ("new" if after else "old")
+    assert table.stat().st_mode & 0o777 == 0o640
+    assert [path.name for path in tmp_path.iterdir()] == ["table.json"]
+
+
 @pytest.mark.parametrize("by_link", [False, True])
 def test_what_is_no_file_is_written_to_and_never_replaced(tmp_path, by_link):
     """Such as /dev/null, or the pipe of `>(less)`."""
@@ -428,6 +458,106 @@ def test_an_import_that_cannot_be_stored_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setenv("PALLAS_OPS_CACHE_DIR", str(tmp_path / "file"))
     message = _error(_run("import", table))
     assert "0 of 1 imported: tiles cannot be stored in" in message
+
+
+# a store that cannot be used
+
+
+def _denied(monkeypatch, folder):
+    """A folder that may not be read, for whom it binds: tests may run as root, who may all."""
+
+    def deny(owner, name):
+        real = getattr(owner, name)
+
+        def denied(path, *arguments, **settings):
+            if str(path).startswith(str(folder)):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+            return real(path, *arguments, **settings)
+
+        monkeypatch.setattr(owner, name, denied)
+
+    for owner, names in ((os, ("scandir", "mkdir")), (pathlib.Path, ("open", "lstat"))):
+        for name in names:
+            deny(owner, name)
+
+
+PLACES = {
+    "denied": (None, "Permission denied"),
+    "a file": (__file__, "Not a directory"),
+    "too long": ("/x" * 2500, "File name too long"),
+}
+
+
+@pytest.fixture(params=PLACES)
+def refused(request, tmp_path, monkeypatch):
+    """A store in a strange place, and what the system says of it."""
+    place, reason = PLACES[request.param]
+    if place is None:
+        _denied(monkeypatch, tmp_path / "cache")
+    else:
+        monkeypatch.setenv("PALLAS_OPS_CACHE_DIR", place)
+    monkeypatch.setattr(_store, "_warned", set())
+    return reason
+
+
+@pytest.mark.parametrize(
+    "arguments", [["list"], ["list", "--json"], ["show", "ab"], ["export", "-"], ["clear", "--yes"]]
+)
+def test_a_store_that_cannot_be_read_is_one_line(refused, arguments):
+    result = _run(*arguments)
+    message = _error(result)
+    assert (result.stdout, result.stderr) == ("", f"{message}\n")
+    assert f" cannot be read: {refused}. Make it a folder" in message
+    assert "PALLAS_OPS_CACHE_DIR names another" in message
+    assert len(message) < 500
+
+
+def test_import_into_such_a_store(refused, tmp_path):
+    table = tmp_path / "table.json"
+    table.write_text(table_json([_entry(_problem())]))
+    message = _error(_run("import", table))
+    assert "0 of 1 imported: tiles cannot be stored in" in message
+    assert f"({refused})" in message
+    assert "PALLAS_OPS_CACHE_DIR moves the store" in message
+
+
+def test_why_of_such_a_store(refused):
+    why = _why(64, 512, 256, "--device", "v5e")
+    (store,) = [step for step in why["steps"] if step["asked"].startswith("the store, ")]
+    assert store["answer"] == f"it cannot be read: {refused}"
+    (warning,) = why["warnings"]
+    assert f"cannot be used and is left out: {refused}. PALLAS_OPS_CACHE_DIR moves" in warning
+    result = _run("why", 64, 512, 256, "--device", "v5e")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert max(map(len, result.stdout.splitlines())) < 700
+
+
+def test_tune_for_such_a_store(refused):
+    options = ["--product", "forward", "--implementation", "interpret", "--candidates", "1"]
+    result = CliRunner().invoke(main, ["tune", "8", "128", "8", *options])
+    assert _error(result) == "Error: No tile is stored for 1 of 1 problem after all."
+    assert result.stdout.count(f"{refused}") == 1
+    assert "PALLAS_OPS_CACHE_DIR moves the store" in result.stdout
+    assert max(map(len, result.stdout.splitlines())) < 700
+
+
+def test_a_table_that_cannot_be_read_to_its_end_is_an_error(tmp_path, folder):
+    """Such as a file of the system's that can be opened, or a disk that fails."""
+    message = _error(_run("import", "/proc/self/mem"))
+    assert message == "Error: /proc/self/mem: Input/output error. Nothing was imported."
+    assert not folder.exists()
+
+
+def test_a_folder_whose_name_is_no_text_is_printed(tmp_path):
+    result = subprocess.run(
+        [sys.executable, "-m", "pallas_ops", "tiles", "list"],
+        env={**os.environ, "PALLAS_OPS_CACHE_DIR": f"{tmp_path}/\udcff", "PYTHONUTF8": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    assert f"Nothing is stored in {tmp_path}/\\udcff/tiles." in result.stdout
 
 
 # clear

@@ -1,14 +1,20 @@
 """The store: what is written is found again, and no file that is there can hurt."""
 
+import contextlib
 import dataclasses
 import errno
+import gc
 import json
 import math
 import os
 import pathlib
+import signal
 import subprocess
 import sys
+import tempfile
 import threading
+import time
+import types
 import warnings
 
 import jax
@@ -17,8 +23,10 @@ import numpy as np
 import pytest
 
 import pallas_ops as po
+from pallas_ops import _whole
 from pallas_ops.tiles import (
     _autotune,
+    _store,
     Entry,
     forget,
     problem_key,
@@ -355,8 +363,10 @@ class _FullDisk:
 
 
 def _full_disk(store, monkeypatch):
-    real = os.fdopen
-    monkeypatch.setattr(os, "fdopen", lambda *args, **kwargs: _FullDisk(real(*args, **kwargs)))
+    def full(path, mode, **settings):
+        return _FullDisk(path.open(mode)) if mode == "r+b" else open(path, mode, **settings)
+
+    monkeypatch.setattr(_whole, "open", full, raising=False)
 
 
 BROKEN = [
@@ -396,6 +406,291 @@ def test_a_store_that_cannot_be_used_is_one_warning(store, monkeypatch, breaking
     assert timer.sweeps == [PROBLEM, other]
     assert str(store) in only_warning(caught)
     assert left_behind(store) == []
+
+
+STRANGE = {
+    "too long": "x/" * 2500,
+    "with a zero": "a\0b",
+    "no text": "\ud800",
+    "a file": __file__,
+    "in a file": f"{__file__}/x",
+}
+
+
+@pytest.mark.parametrize("directory", STRANGE.values(), ids=STRANGE)
+def test_a_strange_place_is_one_warning_in_one_short_line(directory, monkeypatch, tmp_path):
+    monkeypatch.setattr(_autotune, "sweep", _only_ask_the_timer)
+    monkeypatch.chdir(tmp_path)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        cached = po.CachedResolver(directory, quiet=True).resolve(PROBLEM)
+        tuned = po.AutotuneResolver(directory=directory, timer=RecordingTimer()).resolve(PROBLEM)
+        assert not TileStore(directory).put(entry_of())
+    assert (cached.source, tuned.tile) == ("estimate", WINNER)
+    message = only_warning(caught)
+    assert message.isprintable()
+    assert len(message) < 700
+    assert message.endswith("PALLAS_OPS_CACHE_DIR moves the store.")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_path_that_is_short_is_told_in_full():
+    assert _store.shown(pathlib.Path("/home/żółć")) == "/home/żółć"
+    assert _store.shown(pathlib.Path("a\nb\x1b[2J")) == "a?b?[2J"
+
+
+@contextlib.contextmanager
+def bound_by_permissions():
+    """Root may read and write everything, and is nobody here. All that is needed is imported."""
+    is_root = os.geteuid() == 0
+    try:
+        if is_root:
+            os.seteuid(65534)
+        yield
+    finally:
+        if is_root:
+            os.seteuid(0)
+
+
+@pytest.mark.parametrize(
+    ("mode", "may_read", "may_write"),
+    [(0o000, False, False), (0o444, False, False), (0o555, True, False), (0o333, True, True)],
+    ids=oct,
+)
+def test_a_folder_with_permissions_of_its_own(mode, may_read, may_write):
+    # Not in pytest's folder, which is its owner's alone.
+    with tempfile.TemporaryDirectory() as root, pytest.MonkeyPatch.context() as patch:
+        os.chmod(root, 0o755)
+        path_of(root).write_bytes(_with())
+        path_of(root).chmod(0o644)
+        folder = TileStore(root).directory
+        if os.geteuid() == 0:
+            os.chown(folder, 65534, -1)
+        folder.chmod(mode)
+        patch.setattr(_autotune, "sweep", _only_ask_the_timer)
+        with warnings.catch_warnings(record=True) as caught, bound_by_permissions():
+            warnings.simplefilter("always")
+            resolution = po.CachedResolver(root, quiet=True).resolve(PROBLEM)
+            stored = TileStore(root).put(entry_of(tile_problem(8, 512, 8)))
+            listed = None
+            with contextlib.suppress(PermissionError):
+                listed = [isinstance(found, Entry) for _, found in TileStore(root).entries()]
+        folder.chmod(0o755)
+        assert resolution.source == ("store" if may_read else "estimate")
+        assert stored == may_write
+        # Only a folder that may be read has a list, and only one that may be entered has entries.
+        assert listed == {0o444: [False], 0o555: [True]}.get(mode)
+        assert len(caught) == (0 if may_read and may_write else 1)
+        assert all("Permission denied" in str(w.message) for w in caught)
+
+
+def interrupted_before(step, call):
+    """Calls with a `KeyboardInterrupt` before one of the instructions that the store runs for it.
+
+    What this returns is whether there were so many, and whether it arrived.
+    """
+    came, arrived = 0, False
+
+    def trace(frame, event, argument):
+        nonlocal came
+        if frame.f_code.co_filename not in (_store.__file__, _whole.__file__):
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            came += 1
+            if came == step:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    # JAX has a callback for the collector of garbage, and Python drops what is raised there.
+    gc.disable()
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 looks for one such frame when it begins
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        arrived = True
+    finally:
+        sys.settrace(before)
+        gc.enable()
+    return came >= step, arrived
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+@pytest.mark.parametrize("breaking", [None, _no_rename, _full_disk])
+def test_an_interrupt_anywhere_arrives_and_leaves_nothing(store, monkeypatch, breaking):
+    """Before every single instruction of the store in turn."""
+    tile_store = TileStore(store)
+    old, new = entry_of(reason="old"), entry_of(reason="new")
+    tile_store.put(old)
+    file = path_of(store)
+    content = file.read_bytes()
+    if breaking is not None:
+        breaking(store, monkeypatch)
+    told, step, has_step, found = [], 0, True, set()
+    monkeypatch.setattr(warnings, "warn", lambda *arguments, **_: told.append(arguments))
+    monkeypatch.setattr(_store, "shown", str)  # which has some instructions for each character
+    while has_step:
+        step += 1
+        file.write_bytes(content)
+        forget_what_this_process_knows()
+        _store._next_sweep.clear()  # it is looked for old files each time
+        has_step, arrived = interrupted_before(step, lambda: tile_store.put(new))
+        assert arrived == has_step
+        assert left_behind(store) == [], step
+        found.add(tile_store.get(new.key, new.versions).reason)
+        # A warning is true.
+        assert breaking is not None or told == []
+    assert step > 300
+    assert found == ({"old", "new"} if breaking is None else {"old"})
+    assert bool(told) == (breaking is not None)
+
+
+INTERRUPTED = """
+import gc, os, signal, sys
+from pallas_ops import TileConfig
+from pallas_ops.tiles import Entry, TileStore
+gc.disable()  # JAX has a callback for the collector, and Python drops what is raised there
+store, delivered, k = TileStore(sys.argv[1]), 0, 0
+
+def interrupt(*_):
+    global delivered
+    delivered += 1
+    raise KeyboardInterrupt
+
+signal.signal(signal.SIGINT, interrupt)
+print("ready", flush=True)
+while sys.stdin.readline():
+    delivered = 0
+    try:
+        os.write(1, b"go\\n")
+        while not delivered:
+            k += 1
+            assert store.put(Entry({"operator": "matmul", "k": k}, {}, TileConfig(8, 8, 8)))
+            os.write(2, b"%d\\n" % k)
+        os.write(1, b"lost\\n")
+    except KeyboardInterrupt:
+        os.write(1, b"arrived\\n")
+"""
+
+
+def test_real_interrupts_at_any_time(store, tmp_path):
+    acknowledged = tmp_path / "acknowledged"
+    with acknowledged.open("wb") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-c", INTERRUPTED, str(store)],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+    said, left = [], []
+    with process:
+        try:
+            assert process.stdout.readline() == "ready\n"
+            for turn in range(100):
+                process.stdin.write("go\n")
+                process.stdin.flush()
+                assert process.stdout.readline() == "go\n"
+                time.sleep(turn % 20 * 1e-4)
+                process.send_signal(signal.SIGINT)
+                said.append(process.stdout.readline())
+                left += left_behind(store)
+            process.stdin.close()
+            process.wait(60)
+        finally:
+            process.kill()
+    assert (process.returncode, set(said), left) == (0, {"arrived\n"}, [])
+    for k in map(int, acknowledged.read_text().split()):
+        assert TileStore(store).get({"operator": "matmul", "k": k}, {}) is not None
+
+
+STOPPED = """
+import os, sys, time
+from pallas_ops import TileConfig
+from pallas_ops.tiles import Entry, TileStore
+
+def stop(*_):
+    print("stopped", flush=True)
+    time.sleep(600)
+
+os.replace = stop
+TileStore(sys.argv[1]).put(Entry({"operator": "matmul"}, {}, TileConfig(8, 8, 8)))
+"""
+
+
+def test_what_a_killed_writer_left_is_removed_and_that_of_a_living_one_stays(store):
+    def put():
+        _store._next_sweep.clear()
+        assert TileStore(store).put(entry_of())
+        return left_behind(store)
+
+    path_of(store).with_name(".new-0.tmp").write_text("half")
+    path_of(store).with_name(".new-1.tmp").mkdir()  # not ours
+    with subprocess.Popen(
+        [sys.executable, "-c", STOPPED, str(store)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+    ) as process:
+        try:
+            assert process.stdout.readline() == b"stopped\n"
+            living = [path for path in put() if path.is_file()]
+            assert len(living) == 1
+            os.utime(living[0], (0, 0))  # however old it is
+            assert living[0] in put()
+        finally:
+            process.kill()
+    assert [path.name for path in put()] == [".new-1.tmp"]
+
+
+def test_a_folder_is_swept_the_less_often_the_longer_that_takes(store, monkeypatch):
+    now = [0.0]
+    sweeps = []
+
+    def scandir(path, real=os.scandir):
+        sweeps.append(now[0])
+        now[0] += 2.0
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    monkeypatch.setattr(_store, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    for _ in range(120):
+        assert TileStore(store).put(entry_of())
+        now[0] += 1.0
+    # 2 s of 42 each.
+    assert sweeps == [0.0, 42.0, 84.0]
+
+
+@pytest.mark.parametrize("how", ["no module", "no locks"])
+def test_without_locks_entries_are_stored_and_nothing_is_swept(store, monkeypatch, how):
+    leftover = path_of(store).with_name(".new-0.tmp")
+    leftover.write_text("half, or that of somebody who lives")
+    if how == "no module":
+        monkeypatch.setattr(_whole, "fcntl", None)
+    else:
+        _failing(monkeypatch, _whole.fcntl, "flock", errno.ENOLCK)
+    assert TileStore(store).put(entry_of())
+    assert TileStore(store).get(problem_key(PROBLEM), versions()) == entry_of()
+    assert left_behind(store) == [leftover]
+
+
+def test_an_entry_whose_unfinished_file_was_removed_is_written_again(store, monkeypatch):
+    """As by `pallas-ops tiles clear`, or `rm`, at the same time."""
+    real, turns = os.replace, []
+
+    def replace(*paths):
+        turns.append(paths)
+        if len(turns) == 1:
+            assert TileStore(store).clear() == 1
+            TileStore(store).directory.rmdir()
+        real(*paths)
+
+    monkeypatch.setattr(os, "replace", replace)
+    assert TileStore(store).put(entry_of())
+    assert len(turns) == 2
+    assert TileStore(store).get(problem_key(PROBLEM), versions()) == entry_of()
 
 
 def test_what_cannot_be_read_is_no_reason_to_clear(store):
@@ -541,3 +836,20 @@ def test_default_folder(monkeypatch, tmp_path):
     assert TileStore().directory == tmp_path / "cache" / "tiles"
     monkeypatch.setenv("PALLAS_OPS_CACHE_DIR", "")
     assert TileStore().directory == platformdirs.user_cache_path("pallas-ops") / "tiles"
+
+
+def test_a_tilde_is_the_home_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for text, folder in {
+        "~/po": tmp_path / "po",
+        "~": tmp_path,
+        "~root/po": pathlib.Path(os.path.expanduser("~root")) / "po",
+        "~nobodyhere/po": pathlib.Path("~nobodyhere/po"),  # a name like any other
+        "po/~": pathlib.Path("po/~"),
+    }.items():
+        monkeypatch.setenv("PALLAS_OPS_CACHE_DIR", text)
+        assert TileStore().directory == folder / "tiles"
+    monkeypatch.setenv("PALLAS_OPS_CACHE_DIR", "~/po")
+    assert TileStore().put(entry_of())
+    assert po.CachedResolver(quiet=True).resolve(PROBLEM).source == "store"
+    assert [path.name for path in tmp_path.iterdir()] == ["po"]

@@ -107,6 +107,18 @@ def test_a_table_that_changes_is_read_again(tmp_path):
     assert resolver.resolve(OTHER).source == "table"
 
 
+@pytest.mark.parametrize("path", ["a\0b", "x/" * 2500, "\ud800"], ids=["zero", "long", "no text"])
+def test_a_path_that_can_be_none_is_one_warning(path):
+    resolver = po.CachedResolver(table=path, quiet=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert [resolver.resolve(p).source for p in (PROBLEM, OTHER)] == ["estimate"] * 2
+    (warning,) = caught
+    assert "cannot be used and is left out" in str(warning.message)
+    assert str(warning.message).isprintable()
+    assert len(str(warning.message)) < 500
+
+
 @pytest.mark.parametrize("content", [None, b"", b"{}", b'{"schema": 2, "entries": []}', b"\xff"])
 def test_a_table_that_cannot_be_used_is_one_warning(tmp_path, content):
     path = tmp_path / "table.json"
