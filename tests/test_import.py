@@ -41,3 +41,13 @@ def test_import_loads_no_plugin_and_nothing_for_the_command_line():
         "assert not heavy, heavy"
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_no_module_uses_what_is_deprecated():
+    """With jax 0.12.1, `jax.sharding.SingleDeviceSharding` was."""
+    done = _run(
+        "import importlib, os, pkgutil; os.environ['JAX_PLATFORMS'] = 'cpu'; import pallas_ops; "
+        "found = pkgutil.walk_packages(pallas_ops.__path__, 'pallas_ops.'); "
+        "[importlib.import_module(one.name) for one in found if '__main__' not in one.name]"
+    )
+    assert (done.returncode, done.stderr) == (0, "")

@@ -229,6 +229,11 @@ def _print_rows(rows: "list[Row]", device: str) -> None:
         tile = "x".join(map(str, tuned.tile)) if tuned.tile else ""
         table.add_row(f"{m} x {k} x {n}", dtype, product, *cells, tile)
     console.print(table)
+    unread = sum(row.unread for row in rows)
+    if unread:
+        console.print(
+            f"{counted(unread, 'candidate')} compiled and could not be read: ranked by estimate."
+        )
     failed = [row for row in rows if row.seconds is None]
     for row in failed:
         console.print(f"No time of {row.provider} for {row.m} x {row.k} x {row.n}: {row.note}")

@@ -62,6 +62,8 @@ class Row:
     - `static_mxu_use`: the part of a step in which the busiest MXU works, where that was compiled.
     - `xla_estimate_seconds`: for XLA's dot, its own estimate.
     - `note`: why there is no time, or what it leaves out.
+    - `unread`: how many candidates for the tile compiled and could not be read, and were ranked by
+        the estimate.
     """
 
     m: int
@@ -80,6 +82,7 @@ class Row:
     static_mxu_use: float | None = None
     xla_estimate_seconds: float | None = None
     note: str = ""
+    unread: int = 0
 
     @property
     def itemsize(self) -> int:
@@ -107,6 +110,7 @@ class Row:
             "static_mxu_use": self.static_mxu_use,
             "xla_estimate_us": microseconds(self.xla_estimate_seconds),
             "note": self.note,
+            "unread": self.unread,
         }
 
 
@@ -258,12 +262,13 @@ def _predicted(
             raise CompilerUnavailableError(verdict.error)
     small = [compile_job(case.problem, tile_128(case.problem)) for case in cases]
     tuned = [_tuned_job(case.problem, pool, search) for case in cases]
-    judged = _judged([job for job in tuned if isinstance(job, CompileJob)], pool)
+    judged = _judged([job for job, _ in tuned if isinstance(job, CompileJob)], pool)
     judged_small = _judged(small, pool, stand_ins)
-    for case, small_job, tuned_job, verdict in zip(cases, small, tuned, verdicts, strict=True):
+    asked = zip(cases, small, tuned, verdicts, strict=True)
+    for case, small_job, (tuned_job, unread), verdict in asked:
         yield [
             _own_row(case, "tile128", small_job, judged_small),
-            _own_row(case, "tuned", tuned_job, judged),
+            dataclasses.replace(_own_row(case, "tuned", tuned_job, judged), unread=unread),
             _xla_row(case, verdict),
         ]
 
@@ -275,15 +280,22 @@ def _judged(
     return dict(zip(once, judge(once, pool, shared=shared), strict=True))
 
 
-def _tuned_job(problem: TileProblem, pool: CompilePool, search: bool) -> CompileJob | str:
-    """The kernel with the tile that this package chooses, or why there is none."""
+def _tuned_job(
+    problem: TileProblem, pool: CompilePool, search: bool
+) -> tuple[CompileJob | str, int]:
+    """The kernel with the tile that this package chooses, or why there is none.
+
+    Beside it how many candidates could not be read.
+    """
     assert problem.device is not None
     known = None if search else known_tile(problem)
     if known is not None:
-        return dataclasses.replace(compile_job(problem, known[0]), vmem_limit_bytes=known[1])
+        return dataclasses.replace(compile_job(problem, known[0]), vmem_limit_bytes=known[1]), 0
     tiles = candidates(problem, most=_CANDIDATES)
     (ranking,) = rank([problem], [tiles], pool, budget_seconds=_BUDGET_SECONDS)
-    return ranking.judgements[0][1].job if ranking.judgements else ranking.why_not_stored()
+    if not ranking.judgements:
+        return ranking.why_not_stored(), ranking.unread
+    return ranking.judgements[0][1].job, ranking.unread
 
 
 def _own_row(

@@ -157,12 +157,13 @@ def _print(found: "Report", best: int | None) -> None:
     )
     if found.no_compiler is None:
         _print_xla(found, console)
-    if found.xla is not None or any(row.seconds is not None for row in found.rows):
+    has_time = found.xla is not None or any(row.seconds is not None for row in found.rows)
+    if found.no_compiler is None and has_time:
         console.print(f"\nPredicted, not measured: schedules of {found.libtpu}, read by a model.")
 
 
-_WITHOUT_A_TIME = {False: "refused", None: "no verdict", True: "no schedule"}
-"""What the table says of a tile without a time, by whether it compiles."""
+_WITHOUT_A_TIME = {False: "refused", None: "no verdict", True: "ranked by the analytic estimate"}
+"""What is said of a tile without a predicted time, by whether it compiles."""
 
 
 def _print_tiles(found: "Report", shown: "Sequence[Row]", console: "Console") -> None:
@@ -184,6 +185,8 @@ def _print_tiles(found: "Report", shown: "Sequence[Row]", console: "Console") ->
                 f"{row.tflops:.1f}",
                 row.bound or "",
             ]
+        elif row.estimated_seconds is not None:
+            cells = ["", "", f"~ {row.estimated_seconds * 1e6:.1f} us", "", "(estimate)"]
         table.add_row(row.label, vmem, limit, *cells)
     console.print(table)
 
@@ -216,11 +219,14 @@ def _print_reasons(found: "Report", shown: "Sequence[Row]", console: "Console") 
 def _what_is_shown(found: "Report", shown: "Sequence[Row]") -> str:
     if found.no_compiler is not None:
         return f"The best {len(shown)} of {counted(len(found.rows), 'candidate')}."
-    timed = sum(row.seconds is not None for row in found.rows)
+    unread = sum(row.estimated_seconds is not None for row in found.rows)
+    timed = sum(row.seconds is not None for row in found.rows) + unread
     without = len(found.rows) - timed
     if not timed:
         return f"{len(shown)} of {counted(len(found.rows), 'candidate')}, none of them with a time."
     text = f"The best {min(len(shown), timed)} of {timed} that were compiled."
+    if unread:
+        text += f" {unread} of these could not be read: ranked by the estimate."
     return text if not without else f"{text} {without} more have no time."
 
 

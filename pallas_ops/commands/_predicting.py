@@ -1,8 +1,7 @@
 """What `pallas-ops predict` finds out."""
 
 import dataclasses
-import importlib.metadata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..compiler import (
@@ -16,6 +15,7 @@ from ..compiler import (
     xla_time,
     XlaTime,
 )
+from ..compiler._topology import libtpu_version
 from ..kernels import why_no_parts
 from ..tiles import (
     block_granules,
@@ -28,7 +28,7 @@ from ..tiles import (
     why_illegal,
     why_too_large,
 )
-from ..tiles._ranking import compile_job
+from ..tiles._ranking import compile_job, scaled_estimates
 from ..tiles._vmem import scoped_vmem_limit_bytes
 from ._console import microseconds
 
@@ -51,6 +51,8 @@ class Row:
     - `flops`: of the product.
     - `bound`: by what.
     - `analytic_seconds`: the time by the analytic estimate, which asks no compiler.
+    - `estimated_seconds`: the same, scaled to be ranked beside tiles that have a time, of one that
+        compiles and whose schedule could not be read.
     - `hbm_bytes`: what its transfers move.
     """
 
@@ -66,6 +68,7 @@ class Row:
     seconds: float | None = None
     bound: str | None = None
     analytic_seconds: float | None = None
+    estimated_seconds: float | None = None
     hbm_bytes: int | None = None
 
     @property
@@ -91,6 +94,7 @@ class Row:
             "tflops": self.tflops,
             "bound": self.bound,
             "analytic_us": microseconds(self.analytic_seconds),
+            "estimated_us": microseconds(self.estimated_seconds),
         }
 
 
@@ -101,7 +105,7 @@ class Report:
     **Arguments:**
 
     - `problem`: for one TPU.
-    - `rows`: the tiles, fastest first, then those without a time.
+    - `rows`: the tiles, fastest first, then those that do not compile.
     - `calibrated`: whether the model was compared with timings of this TPU.
     - `roofline_seconds`: the least that the chip could take.
     - `xla_estimate_seconds`: XLA's own estimate of its dot.
@@ -155,10 +159,8 @@ def xla_is_faster(seconds: float | None, xla_seconds: float | None) -> bool:
 
 
 def libtpu_name() -> str:
-    try:
-        return f"libtpu {importlib.metadata.version('libtpu')}"
-    except importlib.metadata.PackageNotFoundError:
-        return "no libtpu"
+    version = libtpu_version()
+    return "no libtpu" if version is None else f"libtpu {version}"
 
 
 def why_not_compiled(problem: TileProblem, tile: TileConfig) -> str | None:
@@ -196,6 +198,17 @@ def _row(problem: TileProblem, tile: TileConfig, judgement: Judgement | None) ->
     )
 
 
+def _with_estimates(problem: TileProblem, rows: Mapping[TileConfig, Row]) -> list[Row]:
+    """The rows, those that could not be read with an estimate to be ranked by."""
+    read = {tile: row.seconds for tile, row in rows.items() if row.seconds is not None}
+    unread = [tile for tile, row in rows.items() if row.compiles and tile not in read]
+    estimates = scaled_estimates(problem, read, unread)
+    return [
+        dataclasses.replace(row, estimated_seconds=estimates.get(tile))
+        for tile, row in rows.items()
+    ]
+
+
 def _named_tile(problem: TileProblem, tile: TileConfig) -> TileConfig:
     """The tile as the kernel takes it, where it takes the parts of its first blocks."""
     clipped, granules = tile.clipped_to(problem.matmul), block_granules(problem.matmul)
@@ -225,11 +238,14 @@ def report(problem: TileProblem, tiles: Sequence[tuple[int, ...]], *, candidates
         judged = judge([compile_job(problem, tile) for tile in asked], pool)
         (xla,) = pool.ask([CompileJob(problem.matmul, problem.device)])
     by_tile = dict(zip(asked, judged, strict=True))
-    rows = [_row(problem, tile, by_tile.get(tile)) for tile in named]
+    rows = _with_estimates(
+        problem, {tile: _row(problem, tile, by_tile.get(tile)) for tile in named}
+    )
 
     def place(row: Row) -> tuple[bool, float]:
-        seconds = row.seconds if row.seconds is not None else row.analytic_seconds
-        return row.seconds is None, float("inf") if seconds is None else seconds
+        times = (row.seconds, row.estimated_seconds, row.analytic_seconds, float("inf"))
+        is_out = row.seconds is None and row.estimated_seconds is None
+        return is_out, next(seconds for seconds in times if seconds is not None)
 
     on = chip(problem.device)
     verdicts = [*(judgement.verdict for judgement in judged if judgement), *([xla] if xla else [])]

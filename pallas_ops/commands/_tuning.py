@@ -184,7 +184,6 @@ def tune_without_tpu(
     with told_warnings(told):
         stored = store.put(entry)
     prediction = ranking.judgements[0][1].prediction
-    assert prediction is not None
     return Tuned(
         problem,
         path,
@@ -192,7 +191,7 @@ def tune_without_tpu(
         entry,
         estimate,
         told=tuple(told),
-        predicted_seconds=prediction.seconds,
+        predicted_seconds=None if prediction is None else prediction.seconds,
     )
 
 

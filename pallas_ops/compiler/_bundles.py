@@ -9,6 +9,10 @@ import dataclasses
 import re
 
 
+READABLE_LIBTPU = ("0.0.42.1", "0.0.50.1", "0.0.52")
+"""The versions of libtpu whose schedules this reader was made for, and is tested with."""
+
+
 class UnreadableScheduleError(ValueError):
     """A schedule of libtpu's that this reader does not understand."""
 
@@ -40,10 +44,28 @@ class Bundle:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Predicate:
-    """A predicate register, and whether the branch wants it false."""
+    """A predicate register with its `%`, and whether the branch wants it false."""
 
     register: str
     negated: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Definition:
+    """What writes a scalar or a predicate. Each name is written in one place, as in SSA form.
+
+    **Arguments:**
+
+    - `address`: of the bundle.
+    - `operation`: such as `"sadd"` or `"scmp.eq.s32"`, without what says nothing about the value.
+    - `operands`: names of scalars and predicates with their `%`, a predicate perhaps after a `!`;
+        and numbers, or whatever else is written there. `"select"` has a condition, what the value
+        is where that holds, and what it is where not. `"load"` has the slot of a spilled scalar.
+    """
+
+    address: int
+    operation: str
+    operands: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,12 +75,16 @@ class Program:
     **Arguments:**
 
     - `bundles`: the bundles by address.
-    - `definitions`: what each predicate register is: the operation and its operands.
+    - `definitions`: what writes each scalar and each predicate register, as far as it is integer
+        arithmetic or logic.
+    - `spills`: where scalars are stored in each slot for want of registers: the addresses, in
+        order, and their names.
     - `delay_slots`: how many bundles after a branch run before it jumps.
     """
 
     bundles: list[Bundle]
-    definitions: dict[str, tuple[str, str, str]]
+    definitions: dict[str, Definition]
+    spills: dict[str, list[tuple[int, str]]]
     delay_slots: int
 
 
@@ -76,13 +102,22 @@ _HALF = ".lmr."
 _WEIGHT_PUSH = re.compile(r"\bvmatpush\w*\.")
 _TRANSPOSE = re.compile(r"\bvxpose\.|\bvmatpush\w*[.\w]*\.xpose|\bvtranspose\.")
 _SPILL = re.compile(r"vmem:\[#allocation\d+_spill")
-_BRANCH = re.compile(r"\bsbr\.\w+ (?:\((!?)%(\w+)\) )?target = \$region(\d+)")
+_BRANCH = re.compile(r"\bsbr\.\w+ (?:\((!?)(%\w+)\) )?target = \$region(\d+)")
 _STARTS = re.compile(r"Start(?:/End empty)? region (\d+)")
 _ENDS = re.compile(r"(?<!Start/)End region (\d+)")
+
+# Scalars (%s..) and predicates (%p..). What is not listed, such as addresses of memory and what is
+# loaded from it, is not known to this reader.
 _DEFINITION = re.compile(
-    r"%(p\w+) = (scmp\.\w+\.[su]32\.totalorder|por|pand|pnand|pneg|pmov) "
-    r"(?:\(!?%\w+\), )?(?:/\*[^*]*\*/)?([!%\w-]+)(?:, ([!%\w-]+))?"
+    r"(%[sp]\d\w*) = "
+    r"(sphi|smov|sadd|ssub|smul|sand|sor|sshll|sshrl|sshra|smin|smax|scalar_select"
+    r"|scmp\.\w+\.[su]32|pmov|pneg|pand|pnand|por)"
+    r"(\.[su]32)?(?:\.totalorder)? ([^;}]*)"
 )
+_GUARD = re.compile(r"\((!?%\w+)(?:, ([^)]*))?\), ")
+_COMMENT = re.compile(r"/\*.*?\*/")
+_SPILLED = re.compile(r"sst \[smem:\[#allocation(\d+)_spill\]\] (?:\(!?%\w+\), )?(%s\w+)")
+_LOADED = re.compile(r"(%s\w+) = sld \[smem:\[#allocation(\d+)_spill\]\]")
 
 
 def read_program(text: str) -> Program:
@@ -107,14 +142,31 @@ def read_program(text: str) -> Program:
         raise UnreadableScheduleError(
             f"its {len(chunks)} bundles end without an exit bundle: it is cut off, or no schedule"
         )
-    bundles, definitions = [], {}
-    for chunk in chunks:
+    bundles: list[Bundle] = []
+    definitions: dict[str, Definition] = {}
+    spills: dict[str, list[tuple[int, str]]] = {}
+    for at, chunk in enumerate(chunks):
         content = chunk[0] if len(chunk) == 1 else "\n".join(chunk)
         bundles.append(_read_bundle(content))
-        if " p" in content or "%p" in content:
-            for name, operation, left, right in _DEFINITION.findall(content):
-                definitions[name] = (operation, left, right)
-    return Program(bundles, definitions, _delay_slots(bundles))
+        for name, operation, dtype, rest in _DEFINITION.findall(_COMMENT.sub("", content)):
+            definitions[name] = _definition(at, operation, dtype, rest)
+        if "_spill" in content:
+            for slot, name in _SPILLED.findall(content):
+                spills.setdefault(slot, []).append((at, name))
+            for name, slot in _LOADED.findall(content):
+                definitions[name] = Definition(at, "load", (slot,))
+    return Program(bundles, definitions, spills, _delay_slots(bundles))
+
+
+def _definition(address: int, operation: str, dtype: str, rest: str) -> Definition:
+    guard = _GUARD.match(rest)
+    # A guard alone says when the operation is run, and its value is not used otherwise.
+    operands = [word.strip() for word in rest[guard.end() if guard else 0 :].split(",")]
+    if operation == "scalar_select":
+        return Definition(address, "select", tuple(operands))
+    if operation == "smov" and guard and guard.group(2) is not None:
+        return Definition(address, "select", (guard.group(1), operands[0], guard.group(2)))
+    return Definition(address, operation + dtype, tuple(operands))
 
 
 def _read_bundle(content: str) -> Bundle:

@@ -1,10 +1,12 @@
 """What a kernel's schedule says: the loop over the grid, and what one step of it costs."""
 
+import collections
 import dataclasses
-from collections import defaultdict
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 
-from ._bundles import Program, region_starts, UnreadableScheduleError
+from ._bundles import Predicate, Program, region_starts, UnreadableScheduleError
+from ._scalars import Loop, Value
 
 
 STEPS = ("first", "middle", "last")
@@ -69,7 +71,7 @@ class KernelSchedule:
 def read_schedule(
     program: Program,
     rows_per_cycle: dict[int, float],
-    last_steps: frozenset[int],
+    sum_steps: int | None = None,
     prologue_parts: int = 1,
 ) -> KernelSchedule:
     """Finds the loop over the grid, and the ways through it.
@@ -80,14 +82,16 @@ def read_schedule(
     **Arguments:**
 
     - `program`: the bundles.
-    - `last_steps`: the last place along each axis of the grid that is summed and has several.
     - `rows_per_cycle`: how many rows an MXU takes in a cycle, by the rows in one register: those of
         narrow dtypes are more, and go faster.
+    - `sum_steps`: how many steps of the grid make one block of the output. `None` where that is not
+        known, and all steps are taken for one kind, of which each runs all that it may.
     - `prologue_parts`: of the first blocks. With several, a loop over them multiplies.
 
     **Raises:**
 
-    `UnreadableScheduleError` where another loop inside that one multiplies.
+    `UnreadableScheduleError` where another loop inside that one multiplies, or where it is not
+    known in which rounds of the loop something is multiplied.
     """
     bundles = program.bundles
     starts = region_starts(bundles)
@@ -98,7 +102,8 @@ def read_schedule(
     multiplying = [loop for loop in loops if any(bundles[at].matmuls for at in range(*loop))]
     # In a grid of one step, the loop over the parts of the first blocks is the only one.
     in_one_step = prologue_parts > 1 and len(multiplying) == 1
-    if loops and not in_one_step:
+    has_loop = bool(loops) and not in_one_step
+    if has_loop:
         start, end = max(loops, key=lambda loop: loop[1] - loop[0])
         end = min(end + 1 + program.delay_slots, len(bundles))
     else:  # a grid of one step
@@ -109,25 +114,29 @@ def read_schedule(
         raise UnreadableScheduleError(
             f"{len(over_parts)} loops inside the grid's multiply, how often is not said"
         )
-    is_start: dict[tuple[str, str], bool] = {}
-    if over_parts and not in_one_step:
-        is_start = _skips(program, starts, *over_parts[0])
 
-    def cost(place: _Place) -> StepCost:
-        return _cost(program, _path(program, starts, start, end, place), rows_per_cycle)
+    def cost(path: Sequence[int]) -> StepCost:
+        return _cost(program, path, rows_per_cycle)
 
-    later = {pair: not equal for pair, equal in is_start.items()}
-    costs = {kind: cost(_Place(kind, last_steps, later)) for kind in STEPS}
+    body = _Body(program, starts, start, end)
     of_start = of_part = None
+    if has_loop and sum_steps is not None:
+        steps = _steps(body, sum_steps)
+        costs = {kind: cost(path) for kind, path in _by_kind(steps, sum_steps).items()}
+        start_rows = cost(steps[0]).rows
+    else:
+        costs = dict.fromkeys(STEPS, cost(body.path({})))
+        steps, start_rows = [], costs["first"].rows
     if over_parts:
-        of_start = cost(_Place("first", last_steps, is_start))
+        of_start = cost(steps[0]) if steps else costs["first"]
         first, last = over_parts[0]
-        of_part = _cost(program, list(range(first, last + 1 + program.delay_slots)), rows_per_cycle)
-        rows = of_start.rows + (prologue_parts - 1) * of_part.rows
-        if not in_one_step and rows != costs["first"].rows:
-            raise UnreadableScheduleError(
-                f"{rows} rows in the first step, {costs['first'].rows} in others"
-            )
+        of_part = cost(range(first, last + 1 + program.delay_slots))
+        start_rows += (prologue_parts - 1) * of_part.rows
+    rows = {start_rows, *(one.rows for one in costs.values())}
+    if len(rows) > 1 and steps:
+        raise UnreadableScheduleError(
+            f"all steps multiply as much, and {sorted(rows)} rows were read of them"
+        )
     return KernelSchedule(
         **costs,
         start=of_start,
@@ -140,112 +149,141 @@ def read_schedule(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Place:
-    """Where in the sum a step is: its kind, and what the last place is compared with.
+class _Body:
+    """What a loop runs in one round.
 
-    `known` holds comparisons whose outcome is known: of which two operands, and whether they are
-    equal.
+    **Arguments:**
+
+    - `program`: which holds it.
+    - `starts`: the address of each region.
+    - `start`, `end`: the addresses of its first bundle, and behind its last one.
     """
 
-    kind: str
-    last_steps: frozenset[int]
-    known: Mapping[tuple[str, str], bool] = dataclasses.field(default_factory=dict)
+    program: Program
+    starts: Mapping[int, int]
+    start: int
+    end: int
 
-    def equals(self, compared: str, constant: int) -> bool | None:
-        """Whether the step's place in the sum is this; `None` where something else is compared."""
-        known = self.known.get((compared, str(constant)))
-        if known is not None:
-            return known
-        if not self.last_steps or constant not in (0, *self.last_steps):
-            return None
-        return self.kind == ("first" if constant == 0 else "last")
+    @property
+    def forward_branches(self) -> list[tuple[Predicate, range]]:
+        """The predicates of branches that may skip something, and what they skip."""
+        found = []
+        for address in range(self.start, self.end):
+            branch = self.program.bundles[address].branch
+            if branch is not None and branch[0] is not None:
+                target = self.starts.get(branch[1], self.end)
+                found.append((branch[0], range(address + 1 + self.program.delay_slots, target)))
+        return [(predicate, skipped) for predicate, skipped in found if skipped]
 
-
-def _skips(
-    program: Program, starts: dict[int, int], first: int, last: int
-) -> dict[tuple[str, str], bool]:
-    """What is compared where a loop is skipped, and whether it is equal where it is run."""
-    for address in reversed(range(first)):
-        branch = program.bundles[address].branch
-        if branch is None or starts.get(branch[1], 0) <= last:
-            continue
-        predicate = branch[0]
-        definition = None if predicate is None else program.definitions.get(predicate.register)
-        if predicate is None or definition is None:
-            break
-        operation, left, right = definition
-        if operation.split(".")[:2] in (["scmp", "eq"], ["scmp", "ne"]):
-            # The branch skips the loop where the comparison holds, unless it is negated.
-            return {(left, right): (operation.split(".")[1] == "eq") == predicate.negated}
-        break
-    raise UnreadableScheduleError("when the loop over the parts of the first blocks is run")
-
-
-def _path(
-    program: Program, starts: dict[int, int], start: int, end: int, place: _Place
-) -> list[int]:
-    """The addresses that one step runs through.
-
-    What is not known to be skipped is run: the guard around the body of the loop, which is there
-    for the step before the first and the one after the last, is of that kind.
-    """
-    path: list[int] = []
-    address = start
-    while address < end:
-        path.append(address)
-        branch = program.bundles[address].branch
-        address += 1
-        if branch is None:
-            continue
-        predicate, region = branch
-        target = starts.get(region, end)
-        taken = True
-        if predicate is not None:
-            value = _evaluate(program, predicate.register, place)
-            taken = value is not None and value != predicate.negated
-        if taken and target > address:
-            path += range(address, min(address + program.delay_slots, end))
-            address = target
-    return path
-
-
-def _evaluate(program: Program, register: str, place: _Place, depth: int = 0) -> bool | None:
-    """The value of a predicate in a step at this place; `None` where that does not decide it.
-
-    A kernel compares its place in the sum with the first one, which is 0, and with the last one.
-    """
-    definition = program.definitions.get(register)
-    if definition is None or depth > 16:
+    @property
+    def back_branch(self) -> Predicate | None:
+        """The predicate of the branch back to the start."""
+        for address in reversed(range(self.start, self.end)):
+            branch = self.program.bundles[address].branch
+            if branch is not None and self.starts.get(branch[1]) == self.start:
+                return branch[0]
         return None
-    operation, left, right = definition
 
-    def operand(name: str) -> bool | None:
-        negated, name = name.startswith("!"), name.lstrip("!%")
-        value = _evaluate(program, name, place, depth + 1)
-        return None if value is None else value != negated
+    def multiplies(self, addresses: Sequence[int]) -> bool:
+        return any(self.program.bundles[address].matmuls for address in addresses)
 
-    if operation.startswith("scmp."):
-        relation = operation.split(".")[1]
-        if relation not in ("eq", "ne") or not right.isdecimal():
-            return None
-        equal = place.equals(left, int(right))
-        return None if equal is None else equal == (relation == "eq")
-    if operation in ("pneg", "pmov"):
-        value = operand(left)
-        return None if value is None else value != (operation == "pneg")
-    values = (operand(left), operand(right))
-    if operation == "por":
-        return True if True in values else None if None in values else False
-    both = False if False in values else None if None in values else True
-    if operation == "pand" or both is None:
-        return both
-    return not both  # pnand
+    def path(self, values: Mapping[str, Value]) -> tuple[int, ...]:
+        """The addresses that a round runs through.
+
+        **Arguments:**
+
+        - `values`: of predicates. What is not known to be skipped is run.
+        """
+        path: list[int] = []
+        address = self.start
+        while address < self.end:
+            path.append(address)
+            branch = self.program.bundles[address].branch
+            address += 1
+            if branch is None:
+                continue
+            predicate, region = branch
+            target = self.starts.get(region, self.end)
+            if target > address and (predicate is None or _holds(predicate, values)):
+                path += range(address, min(address + self.program.delay_slots, self.end))
+                address = target
+        return tuple(path)
 
 
-def _cost(program: Program, path: list[int], rows_per_cycle: dict[int, float]) -> StepCost:
+def _holds(predicate: Predicate, values: Mapping[str, Value]) -> bool | None:
+    value = values.get(predicate.register)
+    return None if value is None else bool(value) != predicate.negated
+
+
+# More than two blocks of the output: so that what comes and goes with the places along m and n,
+# such as the transfer of a block, is told from what every step does.
+_MORE_ROUNDS = 24
+
+
+def _steps(body: _Body, sum_steps: int) -> list[tuple[int, ...]]:
+    """The paths of the first steps of the grid, in order.
+
+    A step is a round of the loop in which its blocks are multiplied. There are rounds before and
+    after: transfers are begun in the round before that of their step, and ended in the one after.
+    """
+    branches, back = body.forward_branches, body.back_branch
+    deciding = [skipped for _, skipped in branches if body.multiplies(skipped)]
+    wanted = [predicate for predicate, _ in branches] + ([] if back is None else [back])
+    loop = Loop(
+        body.program,
+        body.start,
+        body.end,
+        [skipped for _, skipped in branches],
+        [one.register for one in wanted],
+    )
+    paths: list[tuple[int, ...]] = []
+    ended = False
+    for values in itertools.islice(loop.rounds(), 2 * sum_steps + _MORE_ROUNDS):
+        path = body.path(values)
+        unknown = [skipped for predicate, skipped in branches if _holds(predicate, values) is None]
+        if any(skipped in deciding and skipped.start - 1 in path for skipped in unknown):
+            raise UnreadableScheduleError("when a step multiplies depends on what is not known")
+        paths.append(path)
+        ended = back is not None and _holds(back, values) is False
+        if ended:
+            break
+    works = [body.multiplies(path) for path in paths]
+    if not any(works):
+        # Without an MXU, as for a product with a vector: a round without a step is a shorter one.
+        works = [len(path) > len(paths[0]) for path in paths]
+    steps = [path for path, work in zip(paths, works, strict=True) if work]
+    first = works.index(True) if steps else 0
+    if not all(works[first : first + len(steps)]):
+        raise UnreadableScheduleError("there are rounds without a step among those with one")
+    if not steps or (ended and len(steps) % sum_steps):
+        raise UnreadableScheduleError(
+            f"{len(steps)} steps multiply, in place of a multiple of {sum_steps}"
+        )
+    return steps
+
+
+def _by_kind(steps: Sequence[tuple[int, ...]], sum_steps: int) -> dict[str, tuple[int, ...]]:
+    """For each kind of step the path that most of them take.
+
+    Of a kind that there is not, as in a sum of two steps, it is that of another one. The very first
+    step of all counts for none, where there are others: its blocks may come in parts.
+    """
+    counts: dict[str, collections.Counter[tuple[int, ...]]] = {
+        kind: collections.Counter() for kind in STEPS
+    }
+    for number, path in list(enumerate(steps))[1:] or [(0, steps[0])]:
+        place = number % sum_steps
+        kind = "first" if place == 0 else "last" if place == sum_steps - 1 else "middle"
+        counts[kind][path] += 1
+    found = {kind: paths.most_common(1)[0][0] for kind, paths in counts.items() if paths}
+    others = ("middle", "first", "last")
+    return {kind: next(found[one] for one in (kind, *others) if one in found) for kind in STEPS}
+
+
+def _cost(program: Program, path: Sequence[int], rows_per_cycle: dict[int, float]) -> StepCost:
     """The cost of a path: bundles issue in order, each when the MXUs that it needs are free."""
-    free: dict[int, float] = defaultdict(float)
-    busy: dict[int, float] = defaultdict(float)
+    free: dict[int, float] = collections.defaultdict(float)
+    busy: dict[int, float] = collections.defaultdict(float)
     now = 0.0
     bundles = [program.bundles[address] for address in path]
     for bundle in bundles:

@@ -1,16 +1,18 @@
 """The TPU compiler in libtpu, on a machine that has no TPU."""
 
 import glob
+import importlib.metadata
 import importlib.util
 import os
 import pathlib
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.experimental import topologies
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import make_single_device_sharding
 
 from .._hardware import known_generation
 
@@ -32,14 +34,60 @@ class CompilerUnavailableError(RuntimeError):
     """There is no libtpu here that can compile."""
 
 
+def libtpu_version() -> str | None:
+    """The version of libtpu that is installed; `None` where there is none, or it has no number."""
+    try:
+        return importlib.metadata.version("libtpu")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def wanted_libtpu() -> str | None:
+    """The version of libtpu that this jax is published for, such as `"0.0.50.*"`, as it says."""
+    try:
+        requirements = importlib.metadata.requires("jax") or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    found = (re.match(r"libtpu *== *([\d.]+(?:\.\*)?) *;", one) for one in requirements)
+    return next((one.group(1) for one in found if one), None)
+
+
+def libtpu_mismatch() -> str | None:
+    """What is installed beside what this jax is published for; `None` where they fit.
+
+    It is no error by itself: jax is often published days before its libtpu, and works with the one
+    before, or with most of it.
+    """
+    installed, wanted = libtpu_version(), wanted_libtpu()
+    if installed is None or wanted is None:
+        return None
+    if f"{installed}.".startswith(f"{wanted.removesuffix('.*')}."):
+        return None
+    return (
+        f"jax {jax.__version__} is published for libtpu {wanted}, and {installed} is installed: "
+        f"`pip install 'libtpu=={wanted}'` or another jax may help"
+    )
+
+
 def why_no_compiler() -> str | None:
     """Why there is no TPU compiler to ask here, as far as that shows without loading it."""
     if importlib.util.find_spec("libtpu") is None and "TPU_LIBRARY_PATH" not in os.environ:
+        wanted = wanted_libtpu()
+        version = "" if wanted is None else f" This jax {jax.__version__} wants libtpu {wanted}."
         return (
-            "The TPU compiler is in libtpu, which is not installed here. It comes with "
-            "`pip install jax[tpu]` on Linux on x86-64."
+            f"The TPU compiler is in libtpu, which is not installed here. It comes with "
+            f"`pip install 'jax[tpu]'` on Linux on x86-64.{version}"
         )
     return None
+
+
+def why_not_understood(error: BaseException) -> str | None:
+    """Why this libtpu takes no kernel of this jax, where that is the error."""
+    text = str(error)
+    if "deserialize the Mosaic module" not in text or "version" not in text:
+        return None
+    mismatch = libtpu_mismatch() or f"jax {jax.__version__}, libtpu {libtpu_version()}"
+    return f"This libtpu does not read the kernels of this jax: {mismatch}."
 
 
 def _may_have_tpu() -> bool:
@@ -117,9 +165,11 @@ def compile_only_device(device: str) -> jax.Device:
     try:
         topology = topologies.get_topology_desc(topology_name=generation.topology, platform="tpu")
     except Exception as error:
+        mismatch = libtpu_mismatch()
         raise CompilerUnavailableError(
-            f"The TPU compiler is not available here ({type(error).__name__}: {error}). It comes "
-            f"with `pip install jax[tpu]` on Linux on x86-64."
+            why_no_compiler()
+            or f"The TPU compiler does not start here ({type(error).__name__}: {error})."
+            + (f" Note that {mismatch}." if mismatch else "")
         ) from error
     return topology.devices[0]
 
@@ -143,11 +193,20 @@ def compile_for_tpu(
 
     **Raises:**
 
-    What the compiler raises on a TPU, for blocks that do not fit VMEM or that Mosaic refuses.
+    What the compiler raises on a TPU, for blocks that do not fit VMEM or that Mosaic refuses;
+    [`pallas_ops.compiler.CompilerUnavailableError`][] where libtpu is missing, or does not read the
+    kernels of this jax.
     """
-    sharding = SingleDeviceSharding(compile_only_device(device))
+    sharding = make_single_device_sharding(compile_only_device(device))
 
     def abstract(array):
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
 
-    return jax.jit(function, **jit_options).lower(*jax.tree.map(abstract, args)).compile()
+    lowered = jax.jit(function, **jit_options).lower(*jax.tree.map(abstract, args))
+    try:
+        return lowered.compile()
+    except Exception as error:
+        reason = why_not_understood(error)
+        if reason is None:
+            raise
+        raise CompilerUnavailableError(reason) from error

@@ -7,6 +7,7 @@ its schedules to FOLDER. Jobs come pickled on standard input, verdicts go to sta
 import errno
 import functools
 import json
+import math
 import os
 import pathlib
 import pickle
@@ -21,14 +22,20 @@ from typing import TypeVar
 import jax
 from jax.experimental.layout import Format, Layout
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import make_single_device_sharding
 
 from ..kernels import kernel_name, pallas_matmul, xla_matmul
-from ._bundles import read_program, UnreadableScheduleError
+from ._bundles import read_program, READABLE_LIBTPU, UnreadableScheduleError
 from ._chip import chip
 from ._jobs import CompileJob, Verdict
 from ._schedule import KernelSchedule, read_schedule
-from ._topology import compile_only_device, CompilerUnavailableError
+from ._topology import (
+    compile_only_device,
+    CompilerUnavailableError,
+    libtpu_mismatch,
+    libtpu_version,
+    why_not_understood,
+)
 from ._xla import estimated_cycles, read_xla
 
 
@@ -100,7 +107,10 @@ def answer(job: CompileJob, folder: pathlib.Path) -> Verdict:
     except CompilerUnavailableError as error:
         return Verdict(False, str(error), transient=True, unavailable=True)
     except Exception as error:
-        return Verdict(False, one_line(error), vmem_bytes=vmem_of_error(str(error)))
+        reason = why_not_understood(error)
+        if reason is not None:
+            return Verdict(False, reason, transient=True, unavailable=True)
+        return Verdict(False, refusal(error), vmem_bytes=vmem_of_error(str(error)))
     finally:
         jax.clear_caches()
     if job.blocks is None:
@@ -132,15 +142,17 @@ def _read(
     read: Callable[[], Schedule], folder: pathlib.Path
 ) -> tuple[Schedule | None, str | None, bool]:
     """A schedule; or why it cannot be read, and whether that says nothing about the program."""
+    made_for = f"libtpu {', '.join(READABLE_LIBTPU[:-1])} and {READABLE_LIBTPU[-1]}"
+    wrote = f"libtpu {libtpu_version()} wrote, by a reader made for {made_for}"
     try:
         return read(), None, False
     except UnreadableScheduleError as error:
-        reason, transient = f"the schedule that this libtpu wrote cannot be read: {error}", False
+        reason, transient = f"no time is read from the schedule that {wrote}: {error}", False
     except OSError as error:
         reason, transient = f"no schedule could be read: {error.strerror}", True
     except Exception as error:  # a fault of the reader's must not end the process
-        reason = f"the schedule that this libtpu wrote was misread: {type(error).__name__}: {error}"
-        transient = False
+        fault = f"{type(error).__name__}: {error}"
+        reason, transient = f"no time is read from the schedule that {wrote}: {fault}", False
     if _is_full(folder):
         reason, transient = f"no schedule was written: {folder.parent} is full", True
     return None, reason, transient
@@ -152,7 +164,7 @@ def by_rows(rank: int, device: str) -> Format:
     At the border of a program XLA may choose to store a matrix of ragged sizes by columns, and then
     copies it for the kernel.
     """
-    sharding = SingleDeviceSharding(compile_only_device(device))
+    sharding = make_single_device_sharding(compile_only_device(device))
     return Format(Layout(tuple(range(rank))), sharding)
 
 
@@ -191,15 +203,21 @@ def find_schedule(folder: pathlib.Path, job: CompileJob) -> KernelSchedule:
         raise UnreadableScheduleError(
             f"expected one schedule of {kernel}, and found {len(found)} among {len(names)} files"
         )
-    summed = zip(problem.leading_shape, problem.sum_leading, strict=True)
-    sizes = [*(size for size, is_summed in summed if is_summed), -(-problem.k // block_k)]
-    last_steps = frozenset(size - 1 for size in sizes if size > 1)
+    leading = zip(problem.leading_shape, problem.sum_leading, strict=True)
+    summed = [size for size, is_summed in leading if is_summed]
+    sum_steps = math.prod([*summed, -(-problem.k // block_k)])
     program = read_program((folder / found[0]).read_text(errors="replace"))
-    schedule = read_schedule(program, chip(job.device).rates, last_steps, job.prologue_parts)
+    schedule = read_schedule(program, chip(job.device).rates, sum_steps, job.prologue_parts)
     # A product with one vector is summed without an MXU.
     if not schedule.middle.matmuls and 1 not in (problem.m, problem.n):
         raise UnreadableScheduleError("it holds no matrix multiplication that was recognised")
     return schedule
+
+
+def refusal(error: BaseException) -> str:
+    """What the compiler refuses; of an error of its own, the versions too where they do not fit."""
+    mismatch = libtpu_mismatch() if "INTERNAL" in str(error) else None
+    return one_line(error) + (f" (note that {mismatch})" if mismatch else "")
 
 
 def one_line(error: BaseException) -> str:

@@ -82,7 +82,7 @@ def read_xla(text: str, folder: pathlib.Path, problem: MatmulProblem, on: Chip) 
     loops = {}
     for operation in operations:
         program = read_program(_schedule_text(folder, operation.name))
-        loops[operation] = read_schedule(program, on.rates, frozenset())
+        loops[operation] = read_schedule(program, on.rates)
     multiplying = [operation for operation in operations if loops[operation].middle.matmuls]
     if not multiplying and 1 in (problem.m, problem.n):
         return XlaSchedule(None, None, False, False, _cycles_without_mxu(loops))

@@ -52,6 +52,43 @@ def _erfc(x: jax.Array) -> jax.Array:
     return jnp.where(x < 0, 2 - positive, positive)
 
 
+# Giles, Approximating the erfinv function, GPU Computing Gems 2 (2011), single precision: where
+# `w = -log(1 - x * x)` is below 5, in `w - 2.5`, and in `sqrt(w) - 3` elsewhere.
+_ERF_INV = (
+    1.50140941,
+    0.246640727,
+    -0.00417768164,
+    -0.00125372503,
+    0.00021858087,
+    -4.39150654e-06,
+    -3.5233877e-06,
+    3.43273939e-07,
+    2.81022636e-08,
+)
+_ERF_INV_TAIL = (
+    2.83297682,
+    1.00167406,
+    0.00943887047,
+    -0.0076224613,
+    0.00573950773,
+    -0.00367342844,
+    0.00134934322,
+    0.000100950558,
+    -0.000200214257,
+)
+
+
+def _erf_inv(x: jax.Array) -> jax.Array:
+    """The inverse error function. Mosaic's own asks for NaN as `_not_equal` says (jax 0.12.1)."""
+    if x.dtype == jnp.float64:
+        return lax.erf_inv(x)
+    w = -jnp.log1p(-x * x)
+    factor = jnp.where(
+        w < 5, _polynomial(w - 2.5, *_ERF_INV), _polynomial(jnp.sqrt(w) - 3, *_ERF_INV_TAIL)
+    )
+    return jnp.where(jnp.abs(x) == 1, x * jnp.inf, factor * x)
+
+
 def _polynomial(x: jax.Array, *coefficients: Any) -> jax.Array:
     """By Horner's rule; the coefficients begin with that of the lowest power."""
     value = coefficients[-1]
@@ -62,8 +99,17 @@ def _polynomial(x: jax.Array, *coefficients: Any) -> jax.Array:
 
 def _sign(x: jax.Array) -> jax.Array:
     """Mosaic's own asks which TPU it is, and `jax.export` cannot say."""
-    one, zero = jnp.ones_like(x), jnp.zeros_like(x)
-    return jnp.where(x > 0, one, jnp.where(x < 0, -one, x + zero))
+    one = jnp.ones_like(x)
+    return jnp.where(x > 0, one, jnp.where(x < 0, -one, x))
+
+
+def _not_equal(x: jax.Array, y: jax.Array) -> jax.Array:
+    """`x != y`, as what is not equal: so NaN differs from all, itself included.
+
+    jax 0.12.1 asks Mosaic for "une" (unordered or not equal), which the TPU compiler did not know
+    up to libtpu 0.0.52; jax before asks for "one", which is no word for NaN.
+    """
+    return lax.bitwise_not(lax.eq(x, y))
 
 
 def _convert(x: jax.Array, *, new_dtype: np.dtype) -> jax.Array:
@@ -92,7 +138,7 @@ _OPERATIONS: Mapping[str, Callable[..., jax.Array]] = {
     "div": lax.div,
     "eq": lax.eq,
     "erf": lax.erf,
-    "erf_inv": lax.erf_inv,
+    "erf_inv": _erf_inv,
     "erfc": _erfc,
     "exp": lax.exp,
     "exp2": lax.exp2,
@@ -110,7 +156,7 @@ _OPERATIONS: Mapping[str, Callable[..., jax.Array]] = {
     "max": lax.max,
     "min": lax.min,
     "mul": lax.mul,
-    "ne": lax.ne,
+    "ne": _not_equal,
     "neg": lax.neg,
     "not": lax.bitwise_not,
     "one_minus_square": lambda x: 1 - x * x,

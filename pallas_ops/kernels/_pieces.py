@@ -86,4 +86,5 @@ def product_of_pieces(
     rest = functools.reduce(jnp.add, small)
     # What is left of an infinity is NaN, and infinity times a piece that is zero is NaN too. The
     # product of the largest pieces alone is what the whole would be then, NaN included.
-    return jnp.where(jnp.isnan(rest), jnp.zeros_like(rest), rest) + largest
+    # NaN is what is not equal to itself; not `jnp.isnan`: see `_not_equal` in `_elementwise.py`.
+    return jnp.where(rest == rest, rest, jnp.zeros_like(rest)) + largest

@@ -137,13 +137,17 @@ def compiler_entry(problem: TileProblem, ranking: Ranking) -> Entry:
     """The fastest tile of a ranking, as it is stored."""
     tile, judgement = ranking.judgements[0]
     prediction = judgement.prediction
-    assert prediction is not None
     generation = find_generation(problem.device)
     assert generation is not None
-    kind = "predicted" if generation.is_calibrated else "predicted, uncalibrated,"
-    reason = (
-        f"{kind} {prediction.seconds * 1e6:.4g} us at m={problem.m}, bound by {prediction.bound}"
-    )
+    time = f"{ranking.seconds * 1e6:.4g} us at m={problem.m}"
+    if prediction is None:
+        reason = f"estimated {time}, since its schedule could not be read: {judgement.error}"
+    else:
+        kind = "predicted" if generation.is_calibrated else "predicted, uncalibrated,"
+        reason = f"{kind} {time}, bound by {prediction.bound}"
+    others = len(ranking.estimated) - (prediction is None)
+    if others:
+        reason += f", before {others} that could not be read and are estimated to be slower"
     if ranking.left_out:
         reason += f", {ranking.left_out} candidates left out by the budget"
     return Entry(

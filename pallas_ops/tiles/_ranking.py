@@ -2,10 +2,11 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ..compiler import CompileJob, CompilePool, judge, Judgement, Verdict
 from ._config import TileConfig
+from ._estimate import estimate_seconds
 from ._failures import failures_told
 from ._legal import vmem_limit_bytes
 from ._problem import TileProblem
@@ -35,17 +36,29 @@ class Ranking:
 
     **Arguments:**
 
-    - `judgements`: those that compile and are predicted, fastest first.
+    - `judgements`: those that compile, fastest first.
+    - `estimated`: the seconds of those among them whose schedule could not be read, as of
+        `scaled_estimates`.
     - `failures`: why others are out.
     - `unanswered`: those that the compiler said nothing about, and why: a worker was lost, the disk
         was full, there is no compiler. One of them may be the fastest.
     - `left_out`: how many the budget had no time for.
+    - `unread`: how many compiled and could not be read.
     """
 
     judgements: tuple[tuple[TileConfig, Judgement], ...]
+    estimated: dict[TileConfig, float]
     failures: dict[TileConfig, str]
     unanswered: dict[TileConfig, str]
     left_out: int
+    unread: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """The time of the fastest: predicted, or estimated where that could not be read."""
+        tile, judgement = self.judgements[0]
+        prediction = judgement.prediction
+        return self.estimated[tile] if prediction is None else prediction.seconds
 
     @property
     def may_be_stored(self) -> bool:
@@ -62,6 +75,26 @@ class Ranking:
         if self.unanswered:
             return unanswered
         return f"the budget left no time for any of {self.left_out} tiles"
+
+
+def scaled_estimates(
+    problem: TileProblem, read: Mapping[TileConfig, float], unread: Iterable[TileConfig]
+) -> dict[TileConfig, float]:
+    """The seconds of tiles whose schedule could not be read, to compare with predictions.
+
+    The analytic estimate is another model than the one that reads schedules, and knows neither
+    spills nor what a step costs beside its MXUs. For one problem both differ by about the same
+    factor; it is taken to be the largest of those that were read, so that a tile goes before one
+    that is known only where the estimate tells them apart clearly.
+
+    **Arguments:**
+
+    - `read`: the predicted seconds of others. Where there are none, the estimates are left as they
+        are, and are not to be compared with predictions.
+    """
+    ratios = [seconds / estimate_seconds(problem, tile) for tile, seconds in read.items()]
+    scale = max(ratios, default=1.0)
+    return {tile: scale * estimate_seconds(problem, tile) for tile in unread}
 
 
 def rank(
@@ -97,53 +130,99 @@ def rank(
     given = list(jobs.values())
     judged = judge(given, pool, end=end, rivals=rivals, shared=_verdicts, told=told)
     late = time.monotonic() > end
-    rankings = [_Open() for _ in problems]
+    rankings = [_Open(problem) for problem in problems]
     for (index, tile), judgement in zip(jobs, judged, strict=True):
-        ranking = rankings[index]
         if judgement is None:
-            ranking.left_out += late
-        elif judgement.prediction is None:
-            ranking.fail(tile, judgement)
+            rankings[index].left_out += late
         else:
-            ranking.predicted.append((tile, judgement))
+            rankings[index].hear(tile, judgement)
     for ranking in rankings:
-        # Of two that take as long, the one that was more promising: the sort keeps their order.
-        ranking.predicted.sort(key=lambda pair: _seconds(pair[1]))
+        ranking.sort()
     # What a smaller product's compilation said is made sure of, whatever the budget says.
-    unsure = [ranking for ranking in rankings if ranking.predicted and exact]
+    unsure = [ranking for ranking in rankings if ranking.order and exact]
     while unsure:
-        sure = judge([ranking.predicted[0][1].job for ranking in unsure], pool)
-        for ranking, judgement in zip(list(unsure), sure, strict=True):
-            tile, _ = ranking.predicted.pop(0)
+        sure = judge([ranking.fastest.job for ranking in unsure], pool)
+        for ranking, judgement in zip(unsure, sure, strict=True):
             assert judgement is not None
-            if judgement.prediction is None:
-                ranking.fail(tile, judgement)
-            else:
-                ranking.predicted.insert(0, (tile, judgement))
-            if judgement.prediction is not None or not ranking.predicted:
-                unsure.remove(ranking)
+            ranking.make_sure(judgement)
+        unsure = [ranking for ranking in unsure if not ranking.is_sure]
     return [ranking.close() for ranking in rankings]
 
 
 @dataclasses.dataclass(eq=False)
 class _Open:
-    """A `Ranking` under way."""
+    """A `Ranking` under way.
 
-    predicted: list[tuple[TileConfig, Judgement]] = dataclasses.field(default_factory=list)
+    **Arguments:**
+
+    - `problem`: what it is of.
+    - `compiled`: the tiles that compile, the most promising first.
+    - `order`: those that may be the fastest, fastest first.
+    - `sure`: those that were compiled as they are.
+    """
+
+    problem: TileProblem
+    compiled: dict[TileConfig, Judgement] = dataclasses.field(default_factory=dict)
+    estimated: dict[TileConfig, float] = dataclasses.field(default_factory=dict)
+    order: list[TileConfig] = dataclasses.field(default_factory=list)
+    sure: set[TileConfig] = dataclasses.field(default_factory=set)
     failures: dict[TileConfig, str] = dataclasses.field(default_factory=dict)
     unanswered: dict[TileConfig, str] = dataclasses.field(default_factory=dict)
     left_out: int = 0
 
-    def fail(self, tile: TileConfig, judgement: Judgement) -> None:
+    @property
+    def fastest(self) -> Judgement:
+        return self.compiled[self.order[0]]
+
+    @property
+    def is_sure(self) -> bool:
+        return not self.order or self.order[0] in self.sure
+
+    def hear(self, tile: TileConfig, judgement: Judgement) -> None:
+        """Takes a judgement."""
         verdict = judgement.verdict
+        if judgement.prediction is not None or (verdict.compiles and not verdict.transient):
+            self.compiled[tile] = judgement
+            return
         # What takes too long to compile, or ends the compiler, is out, as what is refused.
         lost = verdict.transient and not verdict.blames_program
         (self.unanswered if lost else self.failures)[tile] = judgement.error or "no prediction"
 
+    def sort(self) -> None:
+        read = {
+            tile: one.prediction.seconds
+            for tile, one in self.compiled.items()
+            if one.prediction is not None
+        }
+        unread = [tile for tile in self.compiled if tile not in read]
+        self.estimated = scaled_estimates(self.problem, read, unread)
+        if not read:  # then the compiler knows no better than the estimate alone
+            self.order = []
+            return
+        seconds = read | self.estimated
+        # Of two that take as long, the one that was more promising: the sort keeps their order.
+        self.order = sorted(self.compiled, key=lambda tile: (seconds[tile], tile not in read))
+
+    def make_sure(self, judgement: Judgement) -> None:
+        """Takes the judgement of the fastest, compiled as it is."""
+        tile = self.order[0]
+        self.sure.add(tile)
+        before = self.compiled[tile]
+        if before.prediction is not None and judgement.prediction is not None:
+            self.compiled[tile] = judgement  # a few cycles apart: it stays the first
+            return
+        del self.compiled[tile]
+        self.hear(tile, judgement)
+        self.sort()
+
     def close(self) -> Ranking:
-        return Ranking(tuple(self.predicted), self.failures, self.unanswered, self.left_out)
-
-
-def _seconds(judgement: Judgement) -> float:
-    assert judgement.prediction is not None
-    return judgement.prediction.seconds
+        ranked = tuple((tile, self.compiled[tile]) for tile in self.order)
+        out = {tile: one.error or "" for tile, one in self.compiled.items() if not self.order}
+        return Ranking(
+            ranked,
+            self.estimated if ranked else {},
+            self.failures | out,
+            self.unanswered,
+            self.left_out,
+            len(self.estimated),
+        )

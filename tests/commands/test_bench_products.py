@@ -1,6 +1,7 @@
 """`pallas-ops bench`: products beside XLA, and beside what others published."""
 
 import csv
+import dataclasses
 import json
 import statistics
 
@@ -42,6 +43,7 @@ FIELDS = {
     "static_mxu_use",
     "xla_estimate_us",
     "note",
+    "unread",
 }
 
 
@@ -70,6 +72,7 @@ def test_rows_of_one_shape(tmp_path):
         assert (row["m"], row["k"], row["n"], row["dtype"]) == (256, 512, 384, "bfloat16")
         assert row["kind"] == "predicted"
         assert row["calibrated"] is True
+        assert row["unread"] == 0
         assert row["time_us"] >= row["roofline_us"] > 0
         assert row["tflops"] == pytest.approx(2 * 256 * 512 * 384 / row["time_us"] * 1e-6)
         assert (row["tile"] is None) == (row["provider"] == "xla")
@@ -450,3 +453,16 @@ def test_shares():
 
 def test_the_vmem_of_no_device():
     assert "Unknown TPU 'v9'" in _run("vmem", "--device", "v9").output
+
+
+def test_candidates_that_could_not_be_read_are_counted(monkeypatch):
+    rank = _benchmark.rank
+
+    def with_unread(*arguments, **given):
+        return [dataclasses.replace(one, unread=2) for one in rank(*arguments, **given)]
+
+    monkeypatch.setattr(_benchmark, "rank", with_unread)
+    arguments = ("--shape", "256,512,384", "--search")
+    rows = json.loads(_run(*arguments, "--json", "-").stdout)
+    assert [row["unread"] for row in rows] == [0, 2, 0] * 3
+    assert "6 candidates compiled and could not be read: ranked by" in _run(*arguments).stdout

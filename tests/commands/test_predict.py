@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -30,6 +31,7 @@ FIELDS = {
     "tflops",
     "bound",
     "analytic_us",
+    "estimated_us",
 }
 
 
@@ -229,7 +231,7 @@ def test_a_program_of_xla_without_cycles(answers):
     assert found["xla_estimate_us"] is found["xla_error"] is None
     text = _run(1024, 1024, 1024, "--tile", "256,256,256").stdout
     assert "none: its program of this product carries no cycles" in text
-    assert _table(text)["256x256x256"][2:] == ["no", "schedule"]
+    assert _table(text)["256x256x256"][-1] == "(estimate)"
 
 
 def test_candidates_without_a_time_are_counted(monkeypatch):
@@ -255,7 +257,35 @@ def test_a_schedule_that_cannot_be_read(answers):
     (tile,) = found["tiles"]
     assert (tile["compiles"], tile["error"]) == (True, "the schedule cannot be read")
     assert tile["predicted_us"] is None
+    assert tile["estimated_us"] == tile["analytic_us"] > 0
     assert found["xla_estimate_us"] is found["xla_us"] is found["xla_source"] is None
+    text = _run(1024, 1024, 1024, "--tile", "256,256,256").stdout
+    assert re.search(r"256x256x256.* ~ [\d.]+ us.*\(estimate\)", text)
+    assert "256x256x256: ranked by the analytic estimate: the schedule cannot be read" in text
+
+
+def test_a_candidate_that_cannot_be_read_is_ranked_by_the_estimate(monkeypatch):
+    ask = CompilePool.ask
+
+    def some(self, jobs, *, told=None, **given):
+        if told is None:  # XLA's
+            return ask(self, jobs, told=told, **given)
+        unread = Verdict(True, schedule_error="the schedule cannot be read")
+        answered = [unread, *ask(self, jobs[1:])]
+        for job, verdict in zip(jobs, answered, strict=True):
+            told(job, verdict)
+        return answered
+
+    monkeypatch.setattr(CompilePool, "ask", some)
+    found = _json(512, 512, 512, "--candidates", 3)["tiles"]
+    (unread,) = (tile for tile in found if tile["predicted_us"] is None)
+    read = [tile for tile in found if tile is not unread]
+    scale = max(tile["predicted_us"] / tile["analytic_us"] for tile in read)
+    assert unread["estimated_us"] == pytest.approx(scale * unread["analytic_us"])
+    times = [tile["predicted_us"] or tile["estimated_us"] for tile in found]
+    assert times == sorted(times)
+    text = _run(512, 512, 512, "--candidates", 3, "--best", 2).stdout
+    assert "The best 2 of 3 that were compiled. 1 of these could not be read: ranked by" in text
 
 
 def test_without_a_compiler(answers):

@@ -24,7 +24,9 @@ from pallas_ops.compiler import (
     lower_bound_seconds,
     Verdict,
 )
+from pallas_ops.compiler._bundles import READABLE_LIBTPU
 from pallas_ops.compiler._stand_in import stand_in
+from pallas_ops.compiler._topology import libtpu_version
 
 from .tools import job
 
@@ -381,7 +383,9 @@ def test_a_libtpu_whose_schedules_cannot_be_read(tmp_path):
     assert verdict.compiles
     assert verdict.schedule is None
     assert not verdict.transient
-    assert "cannot be read: expected one schedule of pallas_ops_matmul_nn" in verdict.schedule_error
+    assert f"that libtpu {libtpu_version()} wrote" in verdict.schedule_error
+    assert f"made for libtpu {READABLE_LIBTPU[0]}" in verdict.schedule_error
+    assert "expected one schedule of pallas_ops_matmul_nn" in verdict.schedule_error
 
 
 def test_no_compiler(monkeypatch, tmp_path):
@@ -402,7 +406,7 @@ def test_no_libtpu(monkeypatch, scratch):
         (found,) = judge([SMALL], pool)
     assert heard == [verdict] == [found.verdict]
     assert verdict.unavailable
-    assert "comes with `pip install jax[tpu]` on Linux on x86-64" in verdict.error
+    assert "comes with `pip install 'jax[tpu]'` on Linux on x86-64" in verdict.error
     assert found.prediction is None
     assert list(scratch.iterdir()) == []  # no process was started
 

@@ -53,6 +53,14 @@ ACTIVATIONS = {
     "clipped": lambda x: jnp.clip(x, -1, 1),
     "sign": lambda x: jnp.sign(x) * jnp.sqrt(jnp.abs(x) + 1),
     "atan2": inverse_tangent,
+    "not itself": lambda x: jnp.where(x != x, -1.0, x),
+    "NaN": lambda x: jnp.where(jnp.isnan(x), 2.0, x * x),
+    "not zero": lambda x: jnp.where(x != 0, jnp.sin(x) / x, 1.0),
+    "zero or NaN": lambda x: jnp.where(~(x == x) | ~(x != 0), 0.5, x),
+    "infinite": lambda x: jnp.where(jnp.isinf(x), jnp.sign(x), x),
+    "finite": lambda x: jnp.where(jnp.isfinite(x), x, 0.0),
+    "largest and least": lambda x: jnp.maximum(x, 1.0) + jnp.minimum(x, -1.0),
+    "logaddexp": lambda x: jnp.logaddexp(x, 0.0),
 }
 POINTS = np.concatenate(
     [np.linspace(-8, 8, 1001), [0.0, -0.0, 1e-6, -1e-6, np.inf, -np.inf, np.nan]]
@@ -86,6 +94,10 @@ def test_a_program_computes_the_function_and_its_derivatives(name):
         close = dict(rtol=2e-5, atol=2e-6 * scale)
         assert found[order].dtype == values.dtype
         np.testing.assert_allclose(found[order], values, **close)
+        if order == 0:  # the zeros that have no digits to be rounded
+            is_zero = np.asarray(values == 0) & (np.abs(POINTS) != 1e-6)
+            signs = [np.signbit(np.asarray(one)[is_zero]) for one in (found[order], values)]
+            np.testing.assert_array_equal(*signs)
         if order < len(whole):
             np.testing.assert_allclose(whole[order], values, **close)
 
@@ -103,6 +115,15 @@ def test_exp_minus_one_is_exact_where_it_is_small():
     x = np.concatenate([np.linspace(-10, 10, 2001), np.logspace(-30, 0, 200)]).astype(np.float32)
     found = np.asarray(_OPERATIONS["expm1"](jnp.asarray(x)), np.float64)
     np.testing.assert_allclose(found, np.expm1(x.astype(np.float64)), rtol=5e-7)
+
+
+def test_the_inverse_error_function():
+    x = np.concatenate(
+        [np.linspace(-1, 1, 2001), [1e-20, -0.0, 0.9999999, 2.0, np.nan, np.inf]]
+    ).astype(np.float32)
+    found = np.asarray(_OPERATIONS["erf_inv"](jnp.asarray(x)))
+    np.testing.assert_allclose(found, lax.erf_inv(jnp.asarray(x)), rtol=1e-6)
+    assert np.signbit(found[-5])
 
 
 SCALE = jnp.arange(5.0)
@@ -173,7 +194,7 @@ def test_programs_can_be_sent_to_another_process():
         assert pickle.loads(pickle.dumps(programs)) == programs
 
 
-@pytest.mark.parametrize("device", ["v4", "v5e", "v6e"])
+@pytest.mark.parametrize("device", ["v4", "v5e", "v5p", "v6e", "tpu7x"])
 def test_the_compiler_takes_every_operation(device):
     """Every activation and its derivatives, in one kernel."""
     activations = [Activation.of(function, F32) for function in ACTIVATIONS.values()]
@@ -240,7 +261,9 @@ def test_calls_are_written_out():
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_a_function_is_the_same_of_bfloat16(name):
-    assert Activation.of(ACTIVATIONS[name], F32, GIVEN) is not None
+    # `jnp.hypot`, which squareplus is made of from jax 0.12.1 on, asks for the eps of its dtype.
+    asks = "hypot" in str(jax.make_jaxpr(ACTIVATIONS[name])(jnp.ones(2)))
+    assert (Activation.of(ACTIVATIONS[name], F32, GIVEN) is None) == asks
 
 
 @pytest.mark.parametrize(

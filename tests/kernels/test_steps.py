@@ -92,7 +92,7 @@ def test_the_size_of_a_step():
 
 @pytest.mark.parametrize("device", ["v4", "v5e", "v5p", "v6e", "tpu7x"])
 def test_no_step_is_slower_than_the_textbooks(device):
-    """The first and the last step of a sum cost what those between them cost, to 3 %."""
+    """The first and the last step of a sum cost what those between them cost, to 4 %."""
     problem = MatmulProblem((1024, 1024), (1024, 512), BFLOAT16, BFLOAT16, BFLOAT16)
     blocks = (512, 256, 256)
     jobs = [
@@ -105,4 +105,4 @@ def test_no_step_is_slower_than_the_textbooks(device):
     # A store for each register of the accumulator, one or two in a bundle.
     assert textbook.first.bundles - textbook.middle.bundles >= 512 * 256 // 1024 // 2 - 8
     for step in (own.first, own.middle, own.last):
-        assert step.cycles <= 1.03 * textbook.middle.cycles
+        assert step.cycles <= 1.04 * textbook.middle.cycles

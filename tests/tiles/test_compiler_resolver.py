@@ -5,6 +5,7 @@ import functools
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import warnings
@@ -27,6 +28,7 @@ from pallas_ops.tiles import (
     TileStore,
     versions,
 )
+from pallas_ops.tiles._ranking import scaled_estimates
 
 from ..compiler import tools
 from .tools import RecordingTimer, ROOT, tile_problem
@@ -221,6 +223,59 @@ def test_schedules_that_cannot_be_read(monkeypatch, store):
     answering(monkeypatch, Verdict(True, schedule_error="it cannot be read: what is this"))
     with pytest.warns(UserWarning, match="what is this"):
         assert FEW.resolve(SMALL).source == "estimate"
+
+
+UNREAD = Verdict(True, schedule_error="no time is read from the schedule that libtpu 9 wrote")
+
+
+def test_what_cannot_be_read_is_ranked_by_the_estimate(the_best_is_lost, store):
+    (other,) = {tile for tile, _ in FEW.ranking(SMALL).judgements}
+    the_best_is_lost[0] = UNREAD
+    ranking = FEW.ranking(SMALL)
+    (unread,) = set(candidates(SMALL, most=2)) - {other}
+    assert {tile for tile, _ in ranking.judgements} == {other, unread}
+    assert ranking.unread == 1
+    read = {tile: one.prediction.seconds for tile, one in ranking.judgements if one.prediction}
+    assert ranking.estimated == scaled_estimates(SMALL, read, [unread])
+    assert not ranking.failures
+    assert not ranking.unanswered
+    assert ranking.may_be_stored
+    found = FEW.resolve(SMALL)
+    assert found.tile == ranking.judgements[0][0]
+    assert "could not be read" in found.reason
+    ((_, entry),) = TileStore().entries()
+    assert entry.tile == found.tile
+
+
+@pytest.mark.parametrize("factor", [0.01, 100.0])
+def test_an_estimate_goes_before_predictions_only_where_it_is_shorter(
+    the_best_is_lost, monkeypatch, store, factor
+):
+    estimate = _ranking.estimate_seconds
+    (other,) = {tile for tile, _ in FEW.ranking(SMALL).judgements}
+    the_best_is_lost[0] = UNREAD
+    monkeypatch.setattr(
+        _ranking,
+        "estimate_seconds",
+        lambda problem, tile: estimate(problem, tile) * (1 if tile == other else factor),
+    )
+    ranking = FEW.ranking(SMALL)
+    (unread,) = ranking.estimated
+    assert ranking.judgements[0][0] == (unread if factor < 1 else other)
+    assert min(ranking.seconds, ranking.estimated[unread]) == ranking.seconds
+    reason = FEW.resolve(SMALL).reason
+    wanted = "estimated .* since its schedule could not be read: no time is read"
+    assert re.match(
+        wanted if factor < 1 else "predicted .* before 1 that could not be read", reason
+    )
+
+
+def test_the_scale_of_an_estimate_is_the_largest_of_those_that_were_read():
+    tiles = candidates(SMALL, most=3)
+    estimates = [_ranking.estimate_seconds(SMALL, tile) for tile in tiles]
+    read = {tiles[0]: 1.5 * estimates[0], tiles[1]: 1.2 * estimates[1]}
+    assert scaled_estimates(SMALL, read, tiles[2:]) == {tiles[2]: pytest.approx(1.5 * estimates[2])}
+    assert scaled_estimates(SMALL, {}, tiles[2:]) == {tiles[2]: estimates[2]}
 
 
 def test_no_time_at_all(monkeypatch, store):

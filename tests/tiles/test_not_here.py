@@ -65,7 +65,7 @@ def compile_only(function):
 
 def aot_on_a_topology(function):
     """As `compile_for_tpu`, by hand, and not compiled."""
-    sharding = jax.sharding.SingleDeviceSharding(compile_only_device("v5e"))
+    sharding = jax.sharding.make_single_device_sharding(compile_only_device("v5e"))
     return jax.jit(function).lower(jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=sharding))
 
 

@@ -84,6 +84,7 @@ def test_a_sample_is_what_the_command_gives(device):
         tiles = list(dict.fromkeys([*candidates(problem, most=2), kept.tile]))
         with CompilePool() as pool:
             (ranking,) = rank([problem], [tiles], pool, budget_seconds=60)
+        assert not ranking.estimated
         times = {tile: one.prediction.seconds for tile, one in ranking.judgements}
         assert times.get(kept.tile, 0.0) <= 1.03 * min(times.values())
 

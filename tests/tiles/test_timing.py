@@ -16,7 +16,7 @@ from .tools import matmul_problem
 
 def compiled_chain(problem, tile, device):
     """The HLO of the timed program for a TPU that is not here."""
-    sharding = jax.sharding.SingleDeviceSharding(compile_only_device(device))
+    sharding = jax.sharding.make_single_device_sharding(compile_only_device(device))
     operands = tuple(
         jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
         for shape, dtype in (
