@@ -2,6 +2,8 @@
 
 import jax
 
+from pallas_ops.tiles._collect import PRIMITIVES
+
 
 def equations(function, *args):
     """Every equation of a function's program, those of inner programs included."""
@@ -15,5 +17,25 @@ def equations(function, *args):
 
 def operator_calls(function, *args):
     """The equations that are calls of the operator."""
-    names = ("pallas_ops_matmul", "pallas_ops_fused_matmul", "pallas_ops_matmul_with_sums")
-    return [e for e in equations(function, *args) if e.primitive.name in names]
+    return [e for e in equations(function, *args) if e.primitive.name in PRIMITIVES]
+
+
+def described(function, *args):
+    """What each of these calls says of itself, in the order of the program."""
+    return [equation.params["call"] for equation in operator_calls(function, *args)]
+
+
+def forms(function, *args):
+    """Each of these calls in words: its layout, and what its kernel does beside the product."""
+    return [_form(equation) for equation in operator_calls(function, *args)]
+
+
+def _form(equation):
+    call = equation.params["call"]
+    arrays = {"scale": call.epilogue.scale, "bias": call.epilogue.bias}
+    read = [name for name, array in arrays.items() if array is not None]
+    assert len(equation.invars) == 2 + len(read)
+    parts = [call.problem.layout, *read]
+    parts += ["activation"] if call.activation is not None else []
+    parts += ["sums"] if call.sums else []
+    return " + ".join(parts)

@@ -613,7 +613,7 @@ def _print_precisions(
 @command.command("overhead")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def overhead(as_json: bool) -> None:
-    """What choosing tiles costs: for a known problem, and in a jitted step.
+    """What choosing tiles costs, and what tracing and dispatching cost against Equinox.
 
     A resolver is asked when a program is compiled, and not again. So a jitted step costs the same
     with any of them, and with a tile that is named.
@@ -655,5 +655,14 @@ def _print(found: "Overhead") -> None:
     for step in found.dispatching:
         same = "yes" if step.same_program else "no"
         table.add_row(step.name, f"{step.microseconds:.1f} us", f"{step.ratio:.3f}", same)
+    console.print(table)
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("processor time")
+    for name in ("without", "with", "ratio", "target"):
+        table.add_column(name, justify="right")
+    for one in found.against:
+        theirs, ours = map(format_seconds, (one.theirs_seconds, one.ours_seconds))
+        table.add_row(one.name, theirs, ours, f"{one.ratio:.2f}", f"{one.target:g}")
     console.print(table)
     console.print(f"Measured here, in this run: {found.where}.")

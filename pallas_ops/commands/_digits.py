@@ -172,7 +172,7 @@ def count_equations(jaxpr: Any, primitives: Sequence[str]) -> int:
 def operator_calls(training: Training) -> int:
     """The products of `pallas_ops.matmul` in one training step."""
     jaxpr = jax.make_jaxpr(training.step)(*step_arguments(training))
-    return count_equations(jaxpr, tuple(PRIMITIVES))
+    return count_equations(jaxpr, PRIMITIVES)
 
 
 def tpu_kernels(training: Training, device: str) -> int:

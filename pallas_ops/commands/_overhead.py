@@ -1,4 +1,4 @@
-"""What resolvers cost, for `pallas-ops bench overhead`."""
+"""What resolvers cost, and the road to a kernel, for `pallas-ops bench overhead`."""
 
 import dataclasses
 import os
@@ -29,6 +29,7 @@ from ..tiles import (
     TileStore,
     versions,
 )
+from ._against import Against, measure_against
 
 
 TARGET_MICROSECONDS = 50.0
@@ -88,10 +89,13 @@ class Overhead:
 
     resolving: tuple[Resolving, ...]
     dispatching: tuple[Dispatching, ...]
+    against: tuple[Against, ...]
     where: str
 
     def as_json(self) -> dict[str, Any]:
-        return {"target_microseconds": TARGET_MICROSECONDS} | dataclasses.asdict(self)
+        ratios = [dataclasses.asdict(row) | {"ratio": row.ratio} for row in self.against]
+        found = dataclasses.asdict(self) | {"against": ratios}
+        return {"target_microseconds": TARGET_MICROSECONDS} | found
 
 
 def _seconds_each(function: Callable[[], Any], calls: int) -> float:
@@ -213,7 +217,7 @@ def measure() -> Overhead:
                 "AutotuneResolver": autotune,
             }
         )
-    return Overhead(resolving, dispatching, _where())
+    return Overhead(resolving, dispatching, measure_against(), _where())
 
 
 def _by_role(problems, roles, tiles) -> dict[str, TileConfig]:

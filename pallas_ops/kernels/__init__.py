@@ -2,6 +2,7 @@ from ._elementwise import Activation as Activation, ElementwiseProgram as Elemen
 from ._epilogue import (
     Columns as Columns,
     Epilogue as Epilogue,
+    IDENTITY as IDENTITY,
     scale_and_shift as scale_and_shift,
 )
 from ._pallas import (
@@ -18,8 +19,6 @@ from ._pieces import (
     product_of_pieces as product_of_pieces,
 )
 from ._problem import (
-    columns_by_name as columns_by_name,
-    fused_problem_of as fused_problem_of,
     MatmulProblem as MatmulProblem,
     problem_of as problem_of,
     promoted_dtype as promoted_dtype,

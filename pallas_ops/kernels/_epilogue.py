@@ -4,6 +4,8 @@ import dataclasses
 import functools
 import hashlib
 import math
+from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -81,15 +83,24 @@ class Epilogue:
         outputs = sum(":" not in word for word in label.split())
         return Epilogue(**columns, functions=(IDENTITY,) * max(outputs, 1))
 
+    def by_name(self, arrays: Iterable[Any]) -> tuple[Any, Any]:
+        """Scale and bias among what is there of them; `None` for one that is not."""
+        given = iter(arrays)
+        scale = None if self.scale is None else next(given)
+        return scale, None if self.bias is None else next(given)
+
+    def with_shapes(self, shapes: Iterable[tuple[int, ...]]) -> "Epilogue":
+        """The same for arrays of other shapes, in the order of `columns`."""
+        arrays = (
+            dataclasses.replace(array, shape=shape)
+            for array, shape in zip(self.columns, shapes, strict=True)
+        )
+        scale, bias = self.by_name(arrays)
+        return dataclasses.replace(self, scale=scale, bias=bias)
+
     def of_columns(self, n: int) -> "Epilogue":
         """The same for a product of another number of columns."""
-
-        def resized(columns: Columns | None) -> Columns | None:
-            if columns is None:
-                return None
-            return dataclasses.replace(columns, shape=(*columns.shape[:-1], n))
-
-        return dataclasses.replace(self, scale=resized(self.scale), bias=resized(self.bias))
+        return self.with_shapes((*array.shape[:-1], n) for array in self.columns)
 
     @functools.cached_property
     def label(self) -> str:
@@ -115,10 +126,7 @@ class Epilogue:
         - `product`: the accumulator; integers where they have a scale.
         - `*columns`: scale and bias, as far as there are, of shapes that broadcast with it.
         """
-        given = iter(columns)
-        scale = None if self.scale is None else next(given)
-        bias = None if self.bias is None else next(given)
-        value = scale_and_shift(product, scale, bias)
+        value = scale_and_shift(product, *self.by_name(columns))
         return tuple(function(value) for function in self.functions)
 
 

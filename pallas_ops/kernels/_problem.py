@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ._elementwise import Activation
-from ._epilogue import Columns, Epilogue, IDENTITY
+from ._epilogue import Columns, Epilogue
 
 
 # In any mixture: blocks become one dtype in VMEM.
@@ -126,6 +125,24 @@ class MatmulProblem:
         return () if self.epilogue is None else self.epilogue.columns
 
     @property
+    def operand_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of lhs and rhs, and of what the epilogue reads."""
+        return (self.lhs_shape, self.rhs_shape, *(columns.shape for columns in self.columns))
+
+    def with_shapes(
+        self, operand_shapes: Sequence[tuple[int, ...]], sum_leading: tuple[bool, ...]
+    ) -> "MatmulProblem":
+        """The same for operands of other shapes, which are as `operand_shapes` has them."""
+        lhs_shape, rhs_shape, *column_shapes = operand_shapes
+        return dataclasses.replace(
+            self,
+            lhs_shape=lhs_shape,
+            rhs_shape=rhs_shape,
+            sum_leading=sum_leading,
+            epilogue=None if self.epilogue is None else self.epilogue.with_shapes(column_shapes),
+        )
+
+    @property
     def is_scaled(self) -> bool:
         """Whether the columns of the sums are multiplied by factors."""
         return self.epilogue is not None and self.epilogue.scale is not None
@@ -230,44 +247,3 @@ def problem_of(lhs: Any, rhs: Any, **layout: Any) -> MatmulProblem:
         rhs_dtype=np.dtype(rhs.dtype),
         **layout,
     )
-
-
-def fused_problem_of(
-    lhs: Any,
-    rhs: Any,
-    *columns: Any,
-    scaled: bool,
-    biased: bool,
-    activation: Activation | None,
-    orders: tuple[int, ...],
-    **layout: Any,
-) -> MatmulProblem:
-    """As `problem_of`, with an epilogue.
-
-    **Arguments:**
-
-    - `lhs`, `rhs`, `**layout`: as in `problem_of`.
-    - `*columns`: scale and bias, as far as there are: arrays of shape `(*leading, 1, n)`.
-    - `scaled`, `biased`: whether there is a scale, and a bias.
-    - `activation`: what is applied last; `None` for nothing.
-    - `orders`: which of its derivatives are the results.
-    """
-    bare = problem_of(lhs, rhs, **layout)
-    named = columns_by_name(columns, scaled=scaled, biased=biased)
-    described = {
-        name: None if array is None else Columns(tuple(array.shape), np.dtype(array.dtype))
-        for name, array in named.items()
-    }
-    functions: tuple[Any, ...] = (IDENTITY,)
-    if activation is not None:
-        functions = tuple(activation.program(order, bare.accumulator_dtype) for order in orders)
-    return dataclasses.replace(bare, epilogue=Epilogue(**described, functions=functions))
-
-
-def columns_by_name(columns: Iterable[Any], *, scaled: bool, biased: bool) -> dict[str, Any]:
-    """Scale and bias by their names, `None` for one that is not there."""
-    given = iter(columns)
-    return {
-        "scale": next(given) if scaled else None,
-        "bias": next(given) if biased else None,
-    }

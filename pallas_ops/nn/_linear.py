@@ -1,6 +1,5 @@
 """`PallasLinear`: `eqx.nn.Linear` by way of the operator."""
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 import equinox as eqx
@@ -8,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, PRNGKeyArray, Shaped
 
-from ..operators import get_operator, matmul
+from ..operators import get_operator
+from ..operators._matmul import linear
 from ..tiles import as_tile_choice, TileChoice, Tiles
 
 
@@ -101,51 +101,42 @@ class PallasLinear(eqx.nn.Linear):
 
         `ValueError` where the last axis of `x` is not `in_features`.
         """
-        return applied_to(self, x, matmul, self.weight)
+        x = as_input(self, x)
+        out = linear(x, self.weight, self.bias, self.tiles, self.implementation)
+        return as_output(self, out)
 
 
-def applied_to(layer: Any, x: Any, product: Callable[..., Array], *weight: Array) -> Array:
-    """What a layer with the fields of `eqx.nn.Linear` returns for an input, which is checked.
-
-    **Arguments:**
-
-    - `layer`: the layer.
-    - `x`: its input.
-    - `product`: `matmul`, or a function with its keywords: of the input and `weight`.
-    - `weight`: what stands for the weight in the product; the first is `(out, in)`.
-    """
-    name = (
-        f"{type(layer).__name__}(in_features={layer.in_features}, "
-        f"out_features={layer.out_features})"
-    )
-    is_array = hasattr(x, "shape") and hasattr(x, "dtype")
-    if not is_array and not isinstance(x, int | float | complex):
-        raise TypeError(f"{name}: the input must be an array, got {x!r}.")
+def as_input(layer: Any, x: Any) -> jax.Array:
+    """The input of a layer with the fields of `eqx.nn.Linear`, checked: shape `(..., in)`."""
+    if not (hasattr(x, "shape") and hasattr(x, "dtype")) and not isinstance(
+        x, int | float | complex
+    ):
+        raise TypeError(f"{_named(layer)}: the input must be an array, got {x!r}.")
     if layer.weight.ndim != 2:
         raise ValueError(
-            f"{name}: the weight must have shape (out_features, in_features), got "
+            f"{_named(layer)}: the weight must have shape (out_features, in_features), got "
             f"{layer.weight.dtype}{list(layer.weight.shape)}. Layers that are stacked into an "
             f"ensemble are called under equinox.filter_vmap."
         )
-    x = jnp.asarray(x)
+    x = x if isinstance(x, jax.Array) else jnp.asarray(x)
     if layer.in_features == "scalar":
-        x = x.reshape(*x.shape, 1)
-    elif x.ndim == 0 or x.shape[-1] != layer.in_features:
+        return x.reshape(*x.shape, 1)
+    if x.ndim == 0 or x.shape[-1] != layer.in_features:
         raise ValueError(
-            f"{name}: expected an input of shape (..., {layer.in_features}), with any leading "
-            f"batch axes; got {x.dtype}{list(x.shape)}."
+            f"{_named(layer)}: expected an input of shape (..., {layer.in_features}), with any "
+            f"leading batch axes; got {x.dtype}{list(x.shape)}."
         )
-    rows = x.reshape(1, *x.shape) if x.ndim == 1 else x
-    out = product(
-        rows,
-        *weight,
-        transpose_rhs=True,
-        bias=layer.bias,
-        tiles=layer.tiles,
-        implementation=layer.implementation,
-    )
-    features = () if layer.out_features == "scalar" else out.shape[-1:]
-    return out.reshape(*x.shape[:-1], *features)
+    return x
+
+
+def as_output(layer: Any, out: jax.Array) -> jax.Array:
+    """The result of a layer, of shape `(..., out)`, without that axis for `"scalar"`."""
+    return out.reshape(out.shape[:-1]) if layer.out_features == "scalar" else out
+
+
+def _named(layer: Any) -> str:
+    features = f"in_features={layer.in_features}, out_features={layer.out_features}"
+    return f"{type(layer).__name__}({features})"
 
 
 def checked(tiles: Any, implementation: Any) -> tuple[TileChoice | None, str | None]:

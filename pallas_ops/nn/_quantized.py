@@ -8,7 +8,7 @@ from jaxtyping import Array, ArrayLike, Float, Int8, PRNGKeyArray, Shaped
 
 from ..operators import quantize_int8, quantized_matmul
 from ..tiles import TileChoice, Tiles
-from ._linear import applied_to, checked
+from ._linear import as_input, as_output, checked
 
 
 class QuantizedPallasLinear(eqx.Module):
@@ -95,4 +95,14 @@ class QuantizedPallasLinear(eqx.Module):
         `ValueError` where the last axis of `x` is not `in_features`, `TypeError` for an `x` of
         other numbers.
         """
-        return applied_to(self, x, quantized_matmul, self.weight, self.scale)
+        x = as_input(self, x)
+        out = quantized_matmul(
+            x[None] if x.ndim == 1 else x,
+            self.weight,
+            self.scale,
+            transpose_rhs=True,
+            bias=self.bias,
+            tiles=self.tiles,
+            implementation=self.implementation,
+        )
+        return as_output(self, out[0] if x.ndim == 1 else out)

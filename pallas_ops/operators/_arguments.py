@@ -12,7 +12,14 @@ import numpy as np
 from jax.typing import DTypeLike
 
 
+# What nearly all arrays are of: to ask JAX whether a dtype is one of numbers takes a while.
+_COMMON = frozenset(map(np.dtype, (jnp.float32, jnp.bfloat16, jnp.int8)))
+
+
 def as_array(operator: str, name: str, value: Any) -> jax.Array:
+    """The value as JAX's array, where it is an array of numbers."""
+    if isinstance(value, jax.Array) and value.dtype in _COMMON:
+        return value
     if not (hasattr(value, "shape") and hasattr(value, "dtype")):
         raise TypeError(f"{operator}: `{name}` must be an array, got {value!r}.")
     if not _is_numeric(value.dtype):

@@ -1,67 +1,82 @@
-"""The derivative rules of `matmul`, written once: each cotangent is the same kernel again.
+"""The derivatives of a product, written once: each cotangent is a product again.
 
-A product function `product(lhs, rhs, *, transpose_lhs, transpose_rhs, sum_leading, out_dtype,
-tiles)` is a parameter, so that the primitive and each implementation taken on its own share them.
-Nothing here is transposed in memory: only the layout flags change.
+Nothing here is transposed in memory: only the layout flags change. A cotangent is described here,
+and computed by who asks: the primitive, or an implementation taken on its own.
 """
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+import dataclasses
+from collections.abc import Sequence
 
-import jax
+import numpy as np
 
+from ..kernels import MatmulProblem
 from ..tiles import TileChoice
+from ._call import MatmulCall
 
 
-_Result = TypeVar("_Result")
+def lhs_cotangent(call: MatmulCall, dtype: np.dtype) -> tuple[MatmulCall, bool]:
+    """`cotangent @ rhs.T`, stored as `lhs` is, in its dtype.
 
+    **Arguments:**
 
-def _sum_to(size_of: tuple[int, ...], one: tuple[int, ...], other: tuple[int, ...]):
-    """Which leading axes to sum, to get `size_of` from a product of `one` and `other`."""
-    axes = zip(size_of[:-2], one[:-2], other[:-2], strict=True)
-    return tuple(size == 1 and (a != 1 or b != 1) for size, a, b in axes)
+    - `call`: the product, without an epilogue.
+    - `dtype`: of the cotangent of its result.
 
+    **Returns:**
 
-def lhs_cotangent(
-    product: Callable[..., jax.Array],
-    cotangent: jax.Array,
-    lhs: Any,
-    rhs: jax.Array,
-    *,
-    transpose_lhs: bool,
-    transpose_rhs: bool,
-    tiles: TileChoice | None,
-) -> jax.Array:
-    """`cotangent @ rhs.T`, stored as `lhs` is, in its dtype. Only lhs' shape and dtype are read."""
-    call = dict(
-        sum_leading=_sum_to(lhs.shape, cotangent.shape, rhs.shape),
-        out_dtype=lhs.dtype,
-        tiles=None if tiles is None else tiles.of_lhs_cotangent(),
-    )
-    if transpose_lhs:  # (k, m): rhs @ cotangent.T
-        return product(rhs, cotangent, transpose_lhs=transpose_rhs, transpose_rhs=True, **call)
-    return product(cotangent, rhs, transpose_lhs=False, transpose_rhs=not transpose_rhs, **call)
-
-
-def rhs_cotangent(
-    product: Callable[..., _Result],
-    cotangent: jax.Array,
-    lhs: jax.Array,
-    rhs: Any,
-    *,
-    transpose_lhs: bool,
-    transpose_rhs: bool,
-    tiles: TileChoice | None,
-) -> _Result:
-    """`lhs.T @ cotangent`, stored as `rhs` is, in its dtype. Only rhs' shape and dtype are read.
-
-    Where rhs is transposed, the cotangent is the lhs of `product`, transposed as well.
+    The call, and whether its operands are `(rhs, cotangent)`, and not `(cotangent, rhs)`.
     """
-    call = dict(
-        sum_leading=_sum_to(rhs.shape, lhs.shape, cotangent.shape),
-        out_dtype=rhs.dtype,
-        tiles=None if tiles is None else tiles.of_rhs_cotangent(),
+    problem, tiles = call.problem, call.options.tiles
+    cotangent, rhs = (problem.out_shape, dtype), (problem.rhs_shape, problem.rhs_dtype)
+    is_last = problem.transpose_lhs  # (k, m): rhs @ cotangent.T
+    flags = (problem.transpose_rhs, True) if is_last else (False, not problem.transpose_rhs)
+    operands = (rhs, cotangent) if is_last else (cotangent, rhs)
+    own = (problem.lhs_shape, problem.lhs_dtype)
+    tiles = None if tiles is None else tiles.of_lhs_cotangent()
+    return _product(call, operands, own, flags, tiles), is_last
+
+
+def rhs_cotangent(call: MatmulCall, dtype: np.dtype) -> tuple[MatmulCall, bool]:
+    """`lhs.T @ cotangent`, stored as `rhs` is, in its dtype; as `lhs_cotangent`.
+
+    **Returns:**
+
+    The call, and whether its operands are `(lhs, cotangent)`, and not `(cotangent, lhs)`.
+    """
+    problem, tiles = call.problem, call.options.tiles
+    cotangent, lhs = (problem.out_shape, dtype), (problem.lhs_shape, problem.lhs_dtype)
+    is_last = not problem.transpose_rhs  # else (n, k): cotangent.T @ lhs
+    flags = (not problem.transpose_lhs, False) if is_last else (True, problem.transpose_lhs)
+    operands = (lhs, cotangent) if is_last else (cotangent, lhs)
+    own = (problem.rhs_shape, problem.rhs_dtype)
+    tiles = None if tiles is None else tiles.of_rhs_cotangent()
+    return _product(call, operands, own, flags, tiles), is_last
+
+
+_Type = tuple[tuple[int, ...], np.dtype]
+
+
+def _product(
+    call: MatmulCall,
+    operands: Sequence[_Type],
+    result: _Type,
+    flags: tuple[bool, bool],
+    tiles: TileChoice | None,
+) -> MatmulCall:
+    (lhs_shape, lhs_dtype), (rhs_shape, rhs_dtype) = operands
+    shape, dtype = result
+    axes = zip(shape[:-2], lhs_shape[:-2], rhs_shape[:-2], strict=True)
+    problem = MatmulProblem(
+        lhs_shape=lhs_shape,
+        rhs_shape=rhs_shape,
+        lhs_dtype=lhs_dtype,
+        rhs_dtype=rhs_dtype,
+        out_dtype=dtype,
+        transpose_lhs=flags[0],
+        transpose_rhs=flags[1],
+        # The axes that the operand has not, and the product would have.
+        sum_leading=tuple(size == 1 and (a != 1 or b != 1) for size, a, b in axes),
+        precision=call.problem.precision,
     )
-    if transpose_rhs:  # (n, k): cotangent.T @ lhs
-        return product(cotangent, lhs, transpose_lhs=True, transpose_rhs=transpose_lhs, **call)
-    return product(lhs, cotangent, transpose_lhs=not transpose_lhs, transpose_rhs=False, **call)
+    options = dataclasses.replace(call.options, tiles=tiles)
+    return dataclasses.replace(call, problem=problem, product_dtype=dtype, options=options)

@@ -6,7 +6,9 @@ product with a longer contracted axis. The four roles of a leading axis are thos
 """
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+
+from ..kernels import MatmulProblem
 
 
 @dataclasses.dataclass
@@ -30,38 +32,17 @@ _RHS_ONLY = (False, True, False)
 _SUMMED = (True, True, True)
 
 
-@dataclasses.dataclass(frozen=True)
-class Folded:
-    """The operands' shapes after folding, and which of the leading axes left are summed."""
+@functools.lru_cache(maxsize=1024)
+def fold(problem: MatmulProblem) -> MatmulProblem:
+    """The same product with as few leading axes as reshapes of operands and results can reach.
 
-    lhs_shape: tuple[int, ...]
-    rhs_shape: tuple[int, ...]
-    sum_leading: tuple[bool, ...]
-    column_shapes: tuple[tuple[int, ...], ...] = ()
-
-
-def fold(
-    lhs_shape: Sequence[int],
-    rhs_shape: Sequence[int],
-    sum_leading: Sequence[bool],
-    *,
-    transpose_lhs: bool,
-    transpose_rhs: bool,
-    column_shapes: Sequence[Sequence[int]] = (),
-) -> Folded:
-    """Shapes with as few leading axes as a reshape alone can reach, of both operands and result.
-
-    **Arguments:**
-
-    - `lhs_shape`, `rhs_shape`: of one rank; each leading axis of one size in both, or 1 in one.
-    - `sum_leading`: whether each leading axis is summed over.
-    - `transpose_lhs`, `transpose_rhs`: the layout of the matrices.
-    - `column_shapes`: of arrays `(*leading, 1, n)` with an entry for each column of the result. A
-        leading axis that one of them has, an operand has too.
+    A leading axis that an array of the epilogue has, an operand has too.
     """
+    lhs_shape, rhs_shape, *column_shapes = problem.operand_shapes
+    transpose_lhs, transpose_rhs = problem.transpose_lhs, problem.transpose_rhs
     axes: list[_Axis] = []
     for position, (lhs, rhs, summed) in enumerate(
-        zip(lhs_shape[:-2], rhs_shape[:-2], sum_leading, strict=True)
+        zip(lhs_shape[:-2], rhs_shape[:-2], problem.sum_leading, strict=True)
     ):
         columns = tuple(shape[position] for shape in column_shapes)
         axis = _Axis(lhs, rhs, summed, columns)
@@ -95,11 +76,11 @@ def fold(
         else:
             break
         axes.pop()
-    return Folded(
-        lhs_shape=(*(axis.lhs for axis in axes), lhs_rows, lhs_columns),
-        rhs_shape=(*(axis.rhs for axis in axes), rhs_rows, rhs_columns),
-        sum_leading=tuple(axis.summed for axis in axes),
-        column_shapes=tuple(
-            (*(axis.columns[number] for axis in axes), 1, n) for number, n in enumerate(out_columns)
-        ),
-    )
+    shapes = [
+        (*(axis.lhs for axis in axes), lhs_rows, lhs_columns),
+        (*(axis.rhs for axis in axes), rhs_rows, rhs_columns),
+    ]
+    shapes += [
+        (*(axis.columns[number] for axis in axes), 1, n) for number, n in enumerate(out_columns)
+    ]
+    return problem.with_shapes(shapes, tuple(axis.summed for axis in axes))

@@ -1,4 +1,4 @@
-"""The implementations of `matmul`, from a call's keywords to a kernel with its tile."""
+"""The implementations of `matmul`, from a described call to a kernel with its tile."""
 
 import functools
 from typing import Any
@@ -8,16 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._hardware import find_generation, GENERATIONS, TpuGeneration
-from ..kernels import (
-    Epilogue,
-    MatmulProblem,
-    problem_of,
-    run_kernel,
-    sum_columns,
-    xla_matmul,
-)
+from ..kernels import MatmulProblem, problem_of, run_kernel, sum_columns, xla_matmul
 from ..tiles import as_tile_choice, Resolution, resolve_tile, TileProblem, Tiles
+from ._call import MatmulCall
 from ._derivatives import lhs_cotangent, rhs_cotangent
+from ._options import CallOptions
 from ._precision import resolve_precision
 from ._registry import Implementation
 
@@ -36,79 +31,80 @@ def preferred(problem: MatmulProblem, device: str | None) -> str | None:
     return "xla" if problem.widens_int8 and _lacks_int8(find_generation(device)) else None
 
 
-def _problem(
+def _described(
     lhs: Any,
     rhs: Any,
     *_columns: Any,
+    call: MatmulCall | None = None,
     transpose_lhs: bool = False,
     transpose_rhs: bool = False,
-    sum_leading: tuple[bool, ...] | None = None,
     out_dtype: Any = None,
     precision: Any = None,
-    epilogue: Epilogue | None = None,
-    column_sums: bool = False,
     tiles: Tiles = None,
     device: str | None = None,
-    can_be_timed: bool = False,
-) -> MatmulProblem:
-    """The problem that one call to an implementation poses; how it is run is no part of it."""
-    return problem_of(
+) -> MatmulCall:
+    """The call that an implementation is given, by the lowering or, in keywords, by a person."""
+    if call is not None:
+        return call
+    out_dtype = np.dtype(jnp.result_type(lhs, rhs) if out_dtype is None else out_dtype)
+    problem = problem_of(
         lhs,
         rhs,
         transpose_lhs=transpose_lhs,
         transpose_rhs=transpose_rhs,
-        sum_leading=(False,) * (lhs.ndim - 2) if sum_leading is None else sum_leading,
-        out_dtype=np.dtype(jnp.result_type(lhs, rhs) if out_dtype is None else out_dtype),
+        sum_leading=(False,) * (lhs.ndim - 2),
+        out_dtype=out_dtype,
         precision=resolve_precision(precision),
-        epilogue=epilogue,
     )
+    options = CallOptions(tiles=as_tile_choice(tiles), device=device)
+    return MatmulCall(problem, out_dtype, options=options)
 
 
-def _resolve(problem: MatmulProblem, implementation: str, call: dict[str, Any]) -> Resolution:
+def _resolve(call: MatmulCall, implementation: str) -> Resolution:
     asked = TileProblem(
-        problem,
-        device=call.get("device"),
+        call.problem,
+        device=call.options.device,
         implementation=implementation,
-        can_be_timed=call.get("can_be_timed", False),
+        can_be_timed=call.can_be_timed,
     )
-    return resolve_tile(asked, as_tile_choice(call.get("tiles")))
+    return resolve_tile(asked, call.options.tiles)
 
 
 # The operands are lhs, rhs, and what the epilogue of the call reads; with one, all of its outputs
-# are returned, and with `column_sums` the product and these.
-def _kernel(*operands: jax.Array, implementation: str, **call: Any) -> Any:
-    problem = _problem(*operands, **call)
-    if problem.is_empty:
-        return _xla(*operands, **call)
-    resolution = _resolve(problem, implementation, call)
+# are returned, and with `sums` the product and these.
+def _kernel(*operands: jax.Array, implementation: str, **given: Any) -> Any:
+    call = _described(*operands, **given)
+    if call.problem.is_empty:
+        return _xla(*operands, call=call)
+    resolution = _resolve(call, implementation)
     return run_kernel(
-        problem,
+        call.problem,
         resolution.tile.blocks,
         *operands,
         implementation=implementation,
         vmem_limit_bytes=resolution.vmem_limit_bytes,
         prologue_parts=int(resolution.tile.prologue_parts),
-        column_sums=call.get("column_sums", False),
+        column_sums=call.sums,
     )
 
 
-def _xla(*operands: jax.Array, **call: Any) -> Any:
-    problem = _problem(*operands, **call)
-    choice = as_tile_choice(call.get("tiles"))
+def _xla(*operands: jax.Array, **given: Any) -> Any:
+    call = _described(*operands, **given)
+    problem, choice = call.problem, call.options.tiles
     named = choice is not None and choice.forward is not None
     if named and not problem.is_empty and problem.why_not_in_kernel() is None:
         # XLA has no use for a tile, but a test on a CPU should meet what a TPU would refuse.
-        _resolve(problem, "xla", call)
+        _resolve(call, "xla")
     product = xla_matmul(problem, *operands)
-    return (product, sum_columns(problem, operands[0])) if call.get("column_sums") else product
+    return (product, sum_columns(problem, operands[0])) if call.sums else product
 
 
-def _kernel_supports(*operands: Any, **call: Any) -> str | None:
-    problem = _problem(*operands, **call)
-    reason = problem.why_not_in_kernel()
-    if reason is not None or not problem.multiplies_int8:
+def _kernel_supports(*operands: Any, **given: Any) -> str | None:
+    call = _described(*operands, **given)
+    reason = call.problem.why_not_in_kernel()
+    if reason is not None or not call.problem.multiplies_int8:
         return reason
-    generation = find_generation(call.get("device"))
+    generation = find_generation(call.options.device)
     if generation is None or not _lacks_int8(generation):
         return None
     others = [other.name for other in GENERATIONS.values() if not _lacks_int8(other)]
@@ -131,27 +127,18 @@ IMPLEMENTATIONS = (
 )
 
 
-def _fwd(lhs, rhs, *, implementation: Implementation, **call):
+def _fwd(lhs, rhs, *, implementation: Implementation, **given):
     # With its rules again, for what is differentiated twice.
-    return implementation(lhs, rhs, **call), (lhs, rhs)
+    return implementation(lhs, rhs, **given), (lhs, rhs)
 
 
-def _bwd(residuals, cotangent, *, implementation: Implementation, **call):
-    lhs, rhs = residuals
-    layout = dict(
-        transpose_lhs=call.pop("transpose_lhs", False),
-        transpose_rhs=call.pop("transpose_rhs", False),
-        tiles=as_tile_choice(call.pop("tiles", None)),
-    )
-    kept = {name: call[name] for name in ("precision", "device", "can_be_timed") if name in call}
-
-    def product(lhs, rhs, **layout):
-        return implementation(lhs, rhs, **layout, **kept)
-
-    return (
-        lhs_cotangent(product, cotangent, lhs, rhs, **layout),
-        rhs_cotangent(product, cotangent, lhs, rhs, **layout),
-    )
+def _bwd(residuals, cotangent, *, implementation: Implementation, **given):
+    call, cotangents = _described(*residuals, **given), []
+    for rule, other in ((lhs_cotangent, residuals[1]), (rhs_cotangent, residuals[0])):
+        backward, is_last = rule(call, cotangent.dtype)
+        operands = (other, cotangent) if is_last else (cotangent, other)
+        cotangents.append(implementation(*operands, call=backward))
+    return tuple(cotangents)
 
 
 DERIVATIVES = (_fwd, _bwd)

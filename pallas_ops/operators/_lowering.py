@@ -1,14 +1,16 @@
 """From a bound product to its implementation, for the platform that a program is compiled for."""
 
+import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.interpreters import mlir
 
-from ..kernels import MatmulProblem
+from ..kernels import sum_columns
+from ._call import MatmulCall
 from ._implementations import preferred
 from ._registry import get_operator
 
@@ -50,45 +52,27 @@ def is_made_by_a_kernel(ctx: mlir.LoweringRuleContext, value: Any) -> bool:
     return name == "stablehlo.custom_call" and made_by.attributes[target].value == "tpu_custom_call"
 
 
-def lower_product(
-    ctx: mlir.LoweringRuleContext,
-    problem: MatmulProblem,
-    *operands: Any,
-    platform: str | None,
-    params: dict[str, Any],
-    column_sums: bool = False,
-):
+def lower(
+    ctx: mlir.LoweringRuleContext, *operands: Any, call: MatmulCall, platform: str | None
+) -> Any:
     """The program of one product: the kernel, or XLA's own.
 
     **Arguments:**
 
-    - `problem`: the product, and what happens to it.
     - `*operands`: lhs, rhs, and what the epilogue reads.
     - `platform`: what is compiled for, as far as an implementation names it.
-    - `params`: of the primitive; looked at are `tiles`, `implementation` and `device`.
-    - `column_sums`: whether the sums of lhs are a second result.
 
     **Raises:**
 
     `ValueError` where the implementation that was named cannot run there.
     """
     operator = get_operator("matmul")
-    name = params["implementation"]
-    call = dict(
-        transpose_lhs=problem.transpose_lhs,
-        transpose_rhs=problem.transpose_rhs,
-        sum_leading=problem.sum_leading,
-        out_dtype=problem.out_dtype,
-        precision=problem.precision,
-        epilogue=problem.epilogue,
-        column_sums=column_sums,
-        tiles=params["tiles"],
-        device=_device_kind(ctx) or params["device"],
-        can_be_timed=_runs_here(ctx),
-    )
+    options = dataclasses.replace(call.options, device=_device_kind(ctx) or call.options.device)
+    call = dataclasses.replace(call, options=options, can_be_timed=_runs_here(ctx))
+    name = options.implementation
     if name is None and platform == "tpu":
-        name = preferred(problem, call["device"])
-    implementation = operator.select(ctx.avals_in, call, name=name, platform=platform)
+        name = preferred(call.problem, options.device)
+    implementation = operator.select(ctx.avals_in, dict(call=call), name=name, platform=platform)
     if implementation.platforms is not None and platform not in implementation.platforms:
         raise ValueError(
             f"matmul: implementation {implementation.name!r} runs on "
@@ -101,12 +85,45 @@ def lower_product(
             f"matmul: the kernel ({implementation.name!r}) cannot be partitioned automatically, "
             f"and this program runs on {devices} devices. Call it inside jax.shard_map, where it "
             f"is a local product of each device's shards, or use implementation='xla'. Given: "
-            f"{problem.describe()}."
+            f"{call.problem.describe()}."
         )
+    is_one = call.problem.epilogue is None and not call.sums
+    compute = functools.partial(implementation.function, call=call)
+    return _lowered(ctx, compute, *operands, is_one=is_one)
+
+
+def _lowered(
+    ctx: mlir.LoweringRuleContext, function: Callable, *operands: Any, is_one: bool = False
+) -> Any:
     # Inside a `shard_map` the types also say over which mesh axes a value varies. That was checked
     # when the primitive was bound; Pallas' interpreter has no rules for it.
     avals: Sequence[Any] = ctx.avals_in
     plain = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in avals]
-    compute = functools.partial(implementation.function, **call)
-    lower = mlir.lower_fun(compute, multiple_results=problem.epilogue is not None or column_sums)
-    return lower(ctx.replace(avals_in=plain), *operands)
+    rule = mlir.lower_fun(function, multiple_results=not is_one)
+    return rule(ctx.replace(avals_in=plain), *operands)
+
+
+# They run the kernel for what it computes, and for no time that it saves.
+_INTERPRETERS = ("interpret", "tpu_interpret")
+
+
+def lower_with_sums(
+    ctx: mlir.LoweringRuleContext,
+    lhs: Any,
+    rhs: Any,
+    *,
+    call: MatmulCall,
+    product: Callable[..., list[jax.Array]],
+) -> Any:
+    """The kernel sums what XLA would read once more for that, and nothing else: it takes time.
+
+    `product` binds the primitive whose lowering is the same wherever it stands.
+    """
+    if is_made_by_a_kernel(ctx, lhs) or call.options.implementation in _INTERPRETERS:
+        return _lowered(ctx, functools.partial(product, call=call), lhs, rhs)
+    alone = dataclasses.replace(call, sums=False)
+
+    def apart(lhs: jax.Array, rhs: jax.Array) -> list[jax.Array]:
+        return [*product(lhs, rhs, call=alone), sum_columns(call.problem, lhs)]
+
+    return _lowered(ctx, apart, lhs, rhs)

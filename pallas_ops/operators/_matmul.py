@@ -12,8 +12,11 @@ from jaxtyping import Array, Num, Shaped
 from ..kernels import promoted_dtype
 from ..tiles import Tiles
 from ._arguments import as_array, as_bias, as_dtype, check_activation, check_shapes
+from ._call import Asked
 from ._implementations import DERIVATIVES, IMPLEMENTATIONS
-from ._multiply import multiply
+from ._options import read_options
+from ._precision import resolve_precision
+from ._primitive import multiply
 from ._registry import Operator, register_operator
 
 
@@ -75,22 +78,43 @@ def matmul(
     check_shapes("matmul", lhs, rhs, transpose_lhs, transpose_rhs)
     bias = as_bias("matmul", bias, lhs, rhs, transpose_lhs, transpose_rhs)
     check_activation("matmul", activation)
-    lhs, rhs, out_dtype = _promote(lhs, rhs, preferred_element_type)
-    return multiply(
-        lhs,
-        rhs,
-        transpose_lhs=transpose_lhs,
-        transpose_rhs=transpose_rhs,
-        bias=bias,
-        activation=activation,
-        out_dtype=out_dtype,
-        precision=precision,
-        tiles=tiles,
-        implementation=implementation,
+    lhs, rhs, out_dtype = _promoted(lhs, rhs, preferred_element_type)
+    asked = Asked(
+        out_dtype,
+        bool(transpose_lhs),
+        bool(transpose_rhs),
+        activation,
+        resolve_precision(precision),
+        read_options(implementation, tiles),
     )
+    return multiply(asked, lhs, rhs, None, bias)
 
 
-def _promote(
+def linear(
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    tiles: Tiles,
+    implementation: str | None,
+) -> jax.Array:
+    """`x @ weight.T + bias`, which is `matmul` for a layer that has checked the shape of `x`.
+
+    **Arguments:**
+
+    - `x`: shape `(..., k)`, of any rank but 0; one row alone needs no reshape in this way.
+    - `weight`: shape `(n, k)`.
+
+    All others are those of `matmul`.
+    """
+    x, weight = as_array("matmul", "lhs", x), as_array("matmul", "rhs", weight)
+    bias = as_bias("matmul", bias, x, weight, False, True)
+    x, weight, out_dtype = _promoted(x, weight, None)
+    options = read_options(implementation, tiles)
+    asked = Asked(out_dtype, False, True, None, resolve_precision(None), options)
+    return multiply(asked, x, weight, None, bias)
+
+
+def _promoted(
     lhs: jax.Array, rhs: jax.Array, preferred: DTypeLike | None
 ) -> tuple[jax.Array, jax.Array, np.dtype]:
     """The operands, and the dtype of their product by the rules of `jax.numpy.matmul`.
@@ -98,6 +122,8 @@ def _promote(
     Operands of two dtypes stay as they are: the kernel mixes them without copies. One with a weak
     type (made from Python numbers) takes the dtype of the other.
     """
+    if preferred is None and lhs.dtype == rhs.dtype:
+        return lhs, rhs, np.dtype(lhs.dtype)
     if preferred is None:
         out_dtype = np.dtype(jnp.result_type(lhs, rhs))
     else:

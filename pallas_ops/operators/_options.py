@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import jax
 
 from .._hardware import known_generation
-from ..tiles import as_tile_choice, TileChoice, Tiles
+from ..tiles import as_tile_choice, environment_resolver, TileChoice, Tiles
+from ._registry import get_operator
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,19 +21,38 @@ class CallOptions:
 
     def or_else(self, other: "CallOptions") -> "CallOptions":
         """These options, and those of `other` where these are silent."""
+        if self == _NOTHING:
+            return other
         own = {name: value for name, value in vars(self).items() if value is not None}
         if self.tiles is not None and other.tiles is not None:
             own["tiles"] = self.tiles.or_else(other.tiles)
         return dataclasses.replace(other, **own)
 
 
+_NOTHING = CallOptions()
+
 # A user context is part of the key of `jax.jit`: to change it is to trace again.
-_ambient = jax.make_user_context(default_value=CallOptions())
+_ambient = jax.make_user_context(default_value=_NOTHING)
 
 
 def ambient_options() -> CallOptions:
     """The options of the `with` blocks that are open now."""
     return _ambient.value
+
+
+def read_options(implementation: str | None, tiles: Tiles) -> CallOptions:
+    """What holds for a call: what it says itself, else `options`, else the environment.
+
+    **Raises:**
+
+    `ValueError` for an unknown implementation, or a resolver that the environment names and that
+    is none; what `as_tile_choice` raises.
+    """
+    call = CallOptions(implementation, as_tile_choice(tiles)).or_else(ambient_options())
+    if call.implementation is not None:
+        get_operator("matmul").check_implementation(call.implementation)
+    resolver = environment_resolver()
+    return call if resolver is None else call.or_else(CallOptions(tiles=as_tile_choice(resolver)))
 
 
 @contextlib.contextmanager
@@ -68,8 +88,6 @@ def options(
 
     `ValueError` for an unknown implementation or device, before anything is changed.
     """
-    from ._registry import get_operator
-
     if implementation is not None:
         get_operator("matmul").check_implementation(implementation)
     if device is not None:

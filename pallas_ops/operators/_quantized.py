@@ -1,5 +1,6 @@
 """`quantized_matmul`: a product with a matrix of int8 and its scales, and `quantize_int8`."""
 
+import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Sequence
@@ -21,8 +22,11 @@ from ._arguments import (
     describe,
     given,
 )
+from ._call import applied, Asked
 from ._implementations import IMPLEMENTATIONS
-from ._multiply import applied, multiply
+from ._options import read_options
+from ._precision import resolve_precision
+from ._primitive import multiply
 from ._registry import Implementation, Operator, register_operator, UnsupportedCallError
 
 
@@ -174,20 +178,19 @@ def quantized_matmul(
         columns = jnp.broadcast_to(columns, (n,))
     if columns is not None and rows is not None and rows.ndim == 0:
         columns, rows = columns * jnp.broadcast_to(rows, columns.shape), None
-    product = functools.partial(
-        multiply,
-        lhs,
-        rhs,
-        transpose_lhs=transpose_lhs,
-        transpose_rhs=transpose_rhs,
-        precision=precision,
-        tiles=tiles,
-        implementation=implementation,
+    asked = Asked(
+        out_dtype,
+        bool(transpose_lhs),
+        bool(transpose_rhs),
+        activation,
+        resolve_precision(precision),
+        read_options(implementation, tiles),
     )
     if rows is None:
-        return product(scale=columns, bias=bias, activation=activation, out_dtype=out_dtype)
+        return multiply(asked, lhs, rhs, columns, bias)
     # A kernel's epilogue has factors of columns alone.
-    wide = product(scale=columns, out_dtype=np.dtype(np.float32))
+    alone = dataclasses.replace(asked, out_dtype=np.dtype(np.float32), activation=None)
+    wide = multiply(alone, lhs, rhs, columns, None)
     wide = wide * jnp.broadcast_to(rows.astype(wide.dtype)[..., None], wide.shape)
     result = jax.ShapeDtypeStruct(wide.shape, out_dtype)
     wanted = jax.eval_shape(functools.partial(applied, activation=activation), result, bias)

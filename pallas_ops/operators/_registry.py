@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from beartype.door import is_bearable
 from jaxtyping import jaxtyped
 
 from ._refuse import refuse
@@ -169,6 +168,8 @@ class Operator:
         `TypeError` where an argument or the result does not fit the signature, `ValueError` for an
         unknown implementation, [`pallas_ops.UnsupportedCallError`][] where none can compute it.
         """
+        from beartype.door import is_bearable  # as long to import as all of this package
+
         try:
             bound = self.signature.bind(*args, **kwargs)
         except TypeError as error:

@@ -1,26 +1,17 @@
 """The problems in a program: what there is to tune."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 from jax.extend import core as jex_core
 
 from .._hardware import find_generation, known_generation
-from ..kernels import fused_problem_of, problem_of
 from ._problem import TileProblem
 
 
-_FIELDS = ("transpose_lhs", "transpose_rhs", "sum_leading", "out_dtype", "precision")
-_EPILOGUE = ("scaled", "biased", "activation", "orders")
-
-# By name: the primitives are of a higher room.
-PRIMITIVES: Mapping[str, tuple[Callable, tuple[str, ...]]] = {
-    "pallas_ops_matmul": (problem_of, _FIELDS),
-    "pallas_ops_matmul_with_sums": (problem_of, _FIELDS),
-    "pallas_ops_fused_matmul": (fused_problem_of, (*_FIELDS, *_EPILOGUE)),
-}
-
+PRIMITIVES = ("pallas_ops_matmul", "pallas_ops_matmul_with_sums")
+"""By name: the primitives are of a higher room."""
 
 # Those that run the kernel, and have tiles.
 _IMPLEMENTATIONS = ("mosaic", "interpret", "tpu_interpret")
@@ -96,20 +87,17 @@ def collect(
     arrays = [leaf for leaf, array in zip(leaves, is_array, strict=True) if array]
     found: dict[TileProblem, None] = {}
     for equation in _equations(jax.make_jaxpr(run)(arrays).jaxpr):
-        params = equation.params
-        if equation.primitive.name not in PRIMITIVES or params["implementation"] == "xla":
+        if equation.primitive.name not in PRIMITIVES:
             continue
-        describe, fields = PRIMITIVES[equation.primitive.name]
-        matmul = describe(
-            *(operand.aval for operand in equation.invars),
-            **{name: params[name] for name in fields},
-        )
-        if matmul.is_empty or matmul.why_not_in_kernel() is not None:
+        call = equation.params["call"]
+        matmul, options = call.problem, call.options
+        left_to_xla = options.implementation == "xla" or matmul.why_not_in_kernel() is not None
+        if left_to_xla or matmul.is_empty:
             continue
         problem = TileProblem(
             matmul,
-            device=params["device"] if device is None else device,
-            implementation=params["implementation"] or implementation,
+            device=options.device if device is None else device,
+            implementation=options.implementation or implementation,
         )
         found[problem] = None
     return tuple(found)

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 import pallas_ops as po
-from pallas_ops.commands import _overhead, main
+from pallas_ops.commands import _against, _overhead, main
 from pallas_ops.commands._products import make_problem
 
 
@@ -24,6 +24,10 @@ def cache(tmp_path, monkeypatch):
 @pytest.fixture
 def few(monkeypatch):
     monkeypatch.setattr(_overhead, "_RUNS", 1)
+    monkeypatch.setattr(_against, "_RUNS", 1)
+    monkeypatch.setattr(
+        _overhead, "measure_against", functools.partial(_against.measure_against, layers=1)
+    )
     monkeypatch.setattr(
         _overhead,
         "measure_dispatching",
@@ -79,6 +83,12 @@ def test_overhead(few, cache):
     assert steps[0]["ratio"] == 1
     assert all(step["same_program"] for step in steps)
     assert all(step["ratio"] > 0 for step in steps)
+    against = found["against"]
+    assert [row["target"] for row in against] == [1.3, 5, 5, 1.5, 1.3]
+    for row in against:
+        assert row["ratio"] == row["ours_seconds"] / row["theirs_seconds"] > 0
+    # An eager call that looks at its activation anew takes 50 times as long.
+    assert all(row["ratio"] < 15 for row in against)
     assert f"{os.cpu_count()} cores" in found["where"]
     assert not cache.exists()
 

@@ -11,7 +11,7 @@ import pytest
 import pallas_ops as po
 from pallas_ops import PallasLinear, QuantizedPallasLinear, TileConfig
 
-from ..program import operator_calls
+from ..program import described, operator_calls
 
 
 def _pair(*args, seed=0, implementation=None, **kwargs):
@@ -231,8 +231,8 @@ def test_options_reach_a_layer_that_says_nothing():
     layer, _ = _pair(3, 4)
 
     def named():
-        (call,) = operator_calls(layer, jnp.ones((2, 3)))
-        return call.params["implementation"]
+        (call,) = described(layer, jnp.ones((2, 3)))
+        return call.options.implementation
 
     with po.options(implementation="interpret"):
         assert named() == "interpret"

@@ -7,35 +7,29 @@ import pytest
 import pallas_ops as po
 from pallas_ops.operators._options import ambient_options, CallOptions
 
+from ..program import described
+
 
 X = jnp.ones((4, 4))
 
 
-def bound_parameters(function, *args):
-    """The parameters of every operator call in a function's program, inner programs included."""
-    jaxpr = jax.make_jaxpr(function)(*args).jaxpr
-    found, waiting = [], [jaxpr]
-    while waiting:
-        jaxpr = waiting.pop()
-        for equation in jaxpr.eqns:
-            if equation.primitive.name == "pallas_ops_matmul":
-                found.append(equation.params)
-            waiting.extend(jax.extend.core.jaxprs_in_params(equation.params))
-    return found
+def bound_options(function, *args):
+    """The options of every operator call in a function's program, inner programs included."""
+    return [call.options for call in described(function, *args)]
 
 
 def test_defaults_hold_inside_the_block_alone():
     with po.options(implementation="interpret"):
-        (inside,) = bound_parameters(lambda x: po.matmul(x, x), X)
-    (outside,) = bound_parameters(lambda x: po.matmul(x, x), X)
-    assert inside["implementation"] == "interpret"
-    assert outside["implementation"] is None
+        (inside,) = bound_options(lambda x: po.matmul(x, x), X)
+    (outside,) = bound_options(lambda x: po.matmul(x, x), X)
+    assert inside.implementation == "interpret"
+    assert outside.implementation is None
 
 
 def test_what_a_call_says_wins():
     with po.options(implementation="interpret"):
-        (params,) = bound_parameters(lambda x: po.matmul(x, x, implementation="xla"), X)
-    assert params["implementation"] == "xla"
+        (params,) = bound_options(lambda x: po.matmul(x, x, implementation="xla"), X)
+    assert params.implementation == "xla"
 
 
 def test_blocks_nest():
@@ -98,7 +92,7 @@ def test_two_calls_in_one_program_keep_their_own_options():
         with po.options(implementation="xla"):
             return po.matmul(x, x)
 
-    names = [params["implementation"] for params in bound_parameters(f, X)]
+    names = [params.implementation for params in bound_options(f, X)]
     assert names == ["interpret", "xla"]
     text = jax.jit(f).lower(X).as_text()
     assert text.count("stablehlo.while") == 1  # the interpreter's grid, once
@@ -107,10 +101,10 @@ def test_two_calls_in_one_program_keep_their_own_options():
 def test_the_gradient_keeps_the_options_of_its_call():
     with po.options(implementation="interpret", device="v5e"):
         _, pullback = jax.vjp(lambda x, y: po.matmul(x, y), X, X)
-    for params in bound_parameters(pullback, X):
-        assert params["implementation"] == "interpret"
-        assert params["device"] == "v5e"
-    assert len(bound_parameters(pullback, X)) == 2
+    for params in bound_options(pullback, X):
+        assert params.implementation == "interpret"
+        assert params.device == "v5e"
+    assert len(bound_options(pullback, X)) == 2
 
 
 def test_other_threads_are_not_affected():

@@ -14,7 +14,7 @@ from pallas_ops.kernels import mxu_passes, pallas_matmul, product_of_pieces
 from pallas_ops.kernels._pieces import cut_to_pieces
 from pallas_ops.operators._precision import resolve_precision
 
-from ..program import equations, operator_calls
+from ..program import described, equations
 from ..tiles.tools import matmul_problem
 
 
@@ -41,8 +41,8 @@ def test_the_default_is_read_when_the_call_is_bound():
     x = jnp.ones((4, 4))
 
     def bound(**keywords):
-        (call,) = operator_calls(lambda x: po.matmul(x, x, **keywords), x)
-        return call.params["precision"]
+        (call,) = described(lambda x: po.matmul(x, x, **keywords), x)
+        return call.problem.precision
 
     assert bound() == DEFAULT
     with jax.default_matmul_precision("float32"):
@@ -52,8 +52,8 @@ def test_the_default_is_read_when_the_call_is_bound():
 
 def test_gradients_keep_it():
     x = jnp.ones((4, 4))
-    calls = operator_calls(jax.grad(lambda x: po.matmul(x, x, precision="highest").sum()), x)
-    assert [call.params["precision"] for call in calls] == [HIGHEST] * len(calls)
+    calls = described(jax.grad(lambda x: po.matmul(x, x, precision="highest").sum()), x)
+    assert [call.problem.precision for call in calls] == [HIGHEST] * len(calls)
     assert len(calls) >= 2
 
 
@@ -175,5 +175,5 @@ def test_what_mosaic_is_asked_for(lhs, rhs, asked, passes):
 def test_an_algorithm_as_the_default_is_the_highest_precision():
     x = jnp.ones((4, 4))
     with jax.default_matmul_precision("BF16_BF16_F32_X3"):
-        (call,) = operator_calls(lambda x: po.matmul(x, x), x)
-    assert call.params["precision"] == HIGHEST
+        (call,) = described(lambda x: po.matmul(x, x), x)
+    assert call.problem.precision == HIGHEST

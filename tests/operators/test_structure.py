@@ -9,7 +9,7 @@ import pytest
 import pallas_ops as po
 from pallas_ops.compiler import compile_for_tpu
 
-from ..program import equations, operator_calls
+from ..program import equations, forms, operator_calls
 
 
 BATCH, IN, OUT = 24, 40, 56
@@ -48,17 +48,19 @@ def _shapes(function, *args):
     }
 
 
-@pytest.mark.parametrize(("with_input", "layouts"), [(True, "NN NT TN"), (False, "NT TN")])
-def test_the_gradient_of_a_vmapped_layer(with_input, layouts):
+@pytest.mark.parametrize(
+    ("with_input", "products"),
+    [(True, ["NN", "NT + bias", "TN + sums"]), (False, ["NT + bias", "TN + sums"])],
+)
+def test_the_gradient_of_a_vmapped_layer(with_input, products):
     gradient, parameters = _gradient(_layer(), with_input)
     x = jnp.ones((BATCH, IN))
     calls = operator_calls(gradient, parameters, x)
-    flags = [(e.params["transpose_lhs"], e.params["transpose_rhs"]) for e in calls]
-    assert sorted("NT"[lhs] + "NT"[rhs] for lhs, rhs in flags) == layouts.split()
+    assert sorted(forms(gradient, parameters, x)) == products
     for call in calls:
         shapes = {v.aval.shape for v in call.invars}
         assert shapes <= {(BATCH, IN), (BATCH, OUT), (OUT, IN), (1, OUT)}
-        assert call.params["sum_leading"] == ()
+        assert all(v.aval.ndim == 2 for v in (*call.invars, *call.outvars))
     shapes = _shapes(gradient, parameters, x)
     assert (BATCH, OUT, IN) not in shapes
     assert (BATCH, IN, OUT) not in shapes

@@ -7,15 +7,16 @@ import pytest
 import pallas_ops as po
 from pallas_ops.tiles import environment_resolver
 
+from ..program import described
+
 
 X = jnp.ones((8, 256))
 
 
 def choice(**call):
     """What a call says of its tiles, in the end."""
-    jaxpr = jax.make_jaxpr(lambda x: po.matmul(x, x.T, **call))(X).jaxpr
-    (equation,) = [e for e in jaxpr.eqns if e.primitive.name == "pallas_ops_matmul"]
-    return equation.params["tiles"]
+    (found,) = described(lambda x: po.matmul(x, x.T, **call), X)
+    return found.options.tiles
 
 
 @pytest.mark.parametrize(
@@ -63,9 +64,8 @@ def test_call_then_options_then_environment(monkeypatch):
     with po.options(implementation="xla"):
         assert choice().resolver == po.AutotuneResolver()
     layer = po.PallasLinear(256, 8, key=jax.random.key(0))
-    jaxpr = jax.make_jaxpr(layer)(X).jaxpr
-    (tiles,) = [e.params["tiles"] for e in jaxpr.eqns if "tiles" in e.params]
-    assert tiles.resolver == po.AutotuneResolver()
+    (call,) = described(layer, X)
+    assert call.options.tiles.resolver == po.AutotuneResolver()
 
 
 @pytest.mark.filterwarnings("ignore:.*which tells nothing about a TPU")
@@ -77,9 +77,8 @@ def test_the_gradients_keep_the_environment_of_their_call(monkeypatch):
 
     _, pull = jax.vjp(loss, X)
     monkeypatch.setenv("PALLAS_OPS_TILES", "autotune")
-    jaxpr = jax.make_jaxpr(pull)(jnp.float32(1)).jaxpr
-    (tiles,) = [e.params["tiles"] for e in jaxpr.eqns if e.primitive.name == "pallas_ops_matmul"]
-    assert tiles.resolver == po.StaticResolver()
+    (call,) = described(pull, jnp.float32(1))
+    assert call.options.tiles.resolver == po.StaticResolver()
 
 
 def test_a_tile_that_a_call_names_leaves_the_gradients_to_the_options(monkeypatch):
