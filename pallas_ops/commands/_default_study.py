@@ -165,8 +165,7 @@ def study(problems: Sequence[tuple[str, TileProblem]]) -> Iterator[list[Row]]:
 
 def _seconds(ranking: Ranking) -> float | None:
     """The time of the fastest."""
-    prediction = ranking.judgements[0][1].prediction if ranking.judgements else None
-    return None if prediction is None else prediction.seconds
+    return ranking.seconds if ranking.judgements else None
 
 
 def _rows(problems: Sequence[tuple[str, TileProblem]], pool: CompilePool) -> list[Row]:
@@ -199,7 +198,7 @@ def _rows(problems: Sequence[tuple[str, TileProblem]], pool: CompilePool) -> lis
                 best=ranking.judgements[0][0] if ranking.judgements else None,
                 best_seconds=_seconds(ranking),
                 xla_seconds=None if xla is None else xla.seconds,
-                unread=sum("cannot be read" in why for why in ranking.failures.values()),
+                unread=ranking.unread,
                 error=errors[0] if errors else None,
             )
         )
