@@ -2,10 +2,11 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from .._hardware import find_generation
 from ..compiler import CompilePool, Judgement
-from ..tiles import candidates, Entry, TileProblem
+from ..tiles import candidates, Entry, StaticResolver, TileProblem
 from ..tiles._compiler import compiler_entry
 from ..tiles._ranking import rank
 from ._products import kernel_problem, PRODUCTS
@@ -13,13 +14,17 @@ from ._shapes import PROJECTIONS, ROWS, SQUARES
 from ._tuning import one_for_each_entry
 
 
+# An entry is worth its place where it is faster than the default tile by more than what one
+# compiler differs from the next.
+_WORTH = 0.98
+
 # For a generation with published timings, and for others: there the model's word is worth less.
 _CANDIDATES = {True: 4, False: 3}
 _BUDGET_SECONDS = 7200.0
 
 
 def shipped_problems(device: str, dtypes: Iterable[str] = ("bfloat16", "float32")):
-    """Every problem that a table of one generation answers, of a layer's three products."""
+    """Every problem that a table of one generation was made for, of a layer's three products."""
     shapes = [(rows, one.k, one.n) for one in PROJECTIONS for rows in ROWS]
     problems = [
         kernel_problem(product, shape, dtype=dtype, device=device)
@@ -36,7 +41,7 @@ def generate(
     most_candidates: int | None = None,
     told: Callable[[Judgement], None] | None = None,
 ) -> tuple[list[Entry], dict[TileProblem, str]]:
-    """The tile of each problem by the compiler, as entries of a table.
+    """Where the compiler knows a better tile than the default, as entries of a table.
 
     What the tile is does not depend on the machine: the budget is many times what two cores need.
 
@@ -48,22 +53,24 @@ def generate(
 
     **Returns:**
 
-    The entries, and why there is none of each of the other problems.
+    The entries, and of which problems the compiler gave no answer, and why.
     """
     tiles = [
         candidates(problem, most=most_candidates or _CANDIDATES[is_calibrated(problem)])
         for problem in problems
     ]
+    # By itself: as a candidate it would not be compiled where another is sure to be faster.
+    defaults = [[StaticResolver().resolve(problem).tile] for problem in problems]
+    given: dict[str, Any] = {"budget_seconds": _BUDGET_SECONDS, "told": told, "exact": False}
     with CompilePool() as pool:
-        rankings = rank(
-            problems, tiles, pool, budget_seconds=_BUDGET_SECONDS, told=told, exact=False
-        )
+        of_defaults = rank(problems, defaults, pool, **given)
+        rankings = rank(problems, tiles, pool, **given)
     entries, missing = [], {}
-    for problem, ranking in zip(problems, rankings, strict=True):
-        if ranking.may_be_stored:
-            entries.append(dataclasses.replace(compiler_entry(problem, ranking), failures={}))
-        else:
+    for problem, default, ranking in zip(problems, of_defaults, rankings, strict=True):
+        if not ranking.may_be_stored:
             missing[problem] = ranking.why_not_stored()
+        elif not default.judgements or ranking.seconds < _WORTH * default.seconds:
+            entries.append(dataclasses.replace(compiler_entry(problem, ranking), failures={}))
     return entries, missing
 
 

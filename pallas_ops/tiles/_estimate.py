@@ -6,17 +6,20 @@ from typing import Any, overload
 import numpy as np
 
 from .._hardware import find_generation
-from ..compiler import chip
+from ..compiler import Chip, chip
 from ..kernels import MatmulProblem, mxu_passes
 from ._config import LANES, sublanes, TileArray, TileConfig
 from ._problem import TileProblem
 
 
-# What a step costs beside its MXU operations, in cycles, and more where lhs is transposed: by the
-# size of the MXU, the typical difference in schedules of libtpu 0.0.50 for the shapes of
-# `pallas-ops bench default --seed 100`; 200 to 400 for one tile or another.
-_CYCLES_PER_STEP = {128: 250, 256: 360}
-_MORE_FOR_TRANSPOSED_LHS = 130
+# What a step costs beside its MXU operations, in cycles, by the size of the MXU: always, and more
+# where lhs is transposed; for each 1024 entries of a sum that goes on to the next step, and of an
+# operand of 32 bits, both of which an MXU of 256 outruns. Fitted to the schedules of libtpu 0.0.50
+# for the shapes of `pallas-ops bench default --seed 100`: half of the 408 are within 50 cycles.
+_CYCLES_PER_STEP = {128: 250, 256: 220}
+_MORE_FOR_TRANSPOSED_LHS = {128: 130, 256: 0}
+_CYCLES_OF_A_SUM = {128: 0.0, 256: 0.24}
+_CYCLES_OF_32_BITS = {128: 0.0, 256: 0.07}
 
 _CYCLES_PER_PART = 150
 """What each further part of the first blocks costs beside its MXU operations."""
@@ -30,9 +33,8 @@ def _padded_bytes(rows: int, columns: int, dtype: np.dtype) -> int:
     return -(-rows // 8) * 8 * -(-columns // LANES) * LANES * dtype.itemsize
 
 
-def _mxu_cycles(problem: MatmulProblem, blocks: tuple[Any, Any, Any], device: str) -> Any:
-    """The cycles that all MXUs take for one step: each works on whole tiles of weights."""
-    on = chip(device)
+def _cycles(problem: MatmulProblem, blocks: tuple[Any, Any, Any], on: Chip) -> Any:
+    """The cycles of one step, in which each MXU works on whole tiles of weights."""
     m, k, n = blocks
     # Rows come in whole registers. To load a tile of weights takes as long as a third of its rows.
     rows = sublanes(problem.lhs_dtype)
@@ -40,7 +42,16 @@ def _mxu_cycles(problem: MatmulProblem, blocks: tuple[Any, Any, Any], device: st
     filled_k, filled_n = (-(-size // on.mxu_size) for size in (k, n))
     native = problem.multiplies_int8 and on.multiplies_int8
     rate = on.rates[32] if native else on.rates[16] / mxu_passes(problem)
-    return filled_m * filled_k * filled_n / (on.num_mxus * rate)
+    multiplied = filled_m * filled_k * filled_n / (on.num_mxus * rate)
+    size = on.mxu_size
+    wide = (problem.lhs_dtype.itemsize == 4) * m * k + (problem.rhs_dtype.itemsize == 4) * k * n
+    return (
+        multiplied
+        + _CYCLES_PER_STEP[size]
+        + _MORE_FOR_TRANSPOSED_LHS[size] * problem.transpose_lhs
+        + _CYCLES_OF_A_SUM[size] * (k < problem.k) * m * n / 1024
+        + _CYCLES_OF_32_BITS[size] * wide / 1024
+    )
 
 
 @overload
@@ -61,8 +72,7 @@ def estimate_seconds(problem: TileProblem, tile: TileConfig | TileArray) -> Any:
     batch = math.prod(matmul.leading_shape)
     rows = batch * m_steps
     steps = rows * n_steps * k_steps
-    beside = _CYCLES_PER_STEP[on.mxu_size] + _MORE_FOR_TRANSPOSED_LHS * matmul.transpose_lhs
-    compute = (_mxu_cycles(matmul, tile.blocks, on.name) + beside) / on.clock_hertz
+    compute = _cycles(matmul, tile.blocks, on) / on.clock_hertz
 
     # The time of moving one block, at full bandwidth: of an average one, since those at an edge
     # are smaller.

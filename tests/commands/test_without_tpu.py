@@ -136,6 +136,13 @@ def test_a_table(monkeypatch, tmp_path):
     monkeypatch.setattr(_generating, "SQUARES", ())
     file = tmp_path / "table.json"
     arguments = ("tiles", "generate", file, "--device", "v5e", "--dtype", "bfloat16")
+    # The first candidate of these is the default tile, and no entry is worth its place.
+    result = _run(*arguments, "--candidates", 1)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("0 tiles written to")
+    assert result.stdout.endswith("The default tile is as good for 6 products.\n")
+    assert read_table(file.read_bytes()) == []
+    monkeypatch.setattr(_generating, "_WORTH", 1.01)
     result = _run(*arguments, "--candidates", 1)
     assert result.exit_code == 0, result.output
     entries = read_table(file.read_bytes())

@@ -9,11 +9,11 @@ import pytest
 import pallas_ops as po
 from pallas_ops._hardware import GENERATIONS
 from pallas_ops.commands._entries import canonical_key, check_entry
-from pallas_ops.commands._generating import generate, shipped_problems
+from pallas_ops.commands._generating import shipped_problems
 from pallas_ops.compiler import CompilePool, judge
 from pallas_ops.compiler._stand_in import stand_in
 from pallas_ops.kernels import KERNEL_VERSION
-from pallas_ops.tiles import candidates, problem_key, read_table, versions
+from pallas_ops.tiles import candidates, problem_key, read_table
 from pallas_ops.tiles._ranking import compile_job, rank
 
 
@@ -37,11 +37,14 @@ def shipped(request):
     return request.param, table(request.param)
 
 
-def test_every_problem_has_a_tile(shipped):
+def by_key(device):
+    return {canonical_key(problem_key(problem)): problem for problem in problems_of(device)}
+
+
+def test_entries_are_of_problems_whose_default_tile_is_another(shipped):
     device, entries = shipped
-    wanted = {canonical_key(problem_key(problem)) for problem in problems_of(device)}
-    assert {canonical_key(entry.key) for entry in entries} == wanted
-    assert len(entries) == len(wanted)
+    problems = by_key(device)
+    assert len({canonical_key(entry.key) for entry in entries}) == len(entries) > 0
     for entry in entries:
         check_entry(entry)  # what an import would refuse
         assert entry.key["device"] == device
@@ -50,51 +53,56 @@ def test_every_problem_has_a_tile(shipped):
         assert entry.seconds is None
         assert ("uncalibrated" in entry.reason) == (device != "v5e")
         assert "left out by the budget" not in entry.reason
+        problem = problems[canonical_key(entry.key)]
+        assert entry.tile.clipped_to(problem.matmul) != po.StaticResolver().resolve(problem).tile
 
 
-@pytest.mark.parametrize("device", GENERATIONS)
-def test_the_default_finds_them(device):
-    for problem in problems_of(device)[::37]:
+def test_they_are_found_and_no_others(shipped):
+    device, entries = shipped
+    kept = {canonical_key(entry.key) for entry in entries}
+    for key, problem in by_key(device).items():
         found = po.CachedResolver(quiet=True).resolve(problem)
-        assert found.source == "table"
-        assert found.reason.startswith("found by compiler: predicted")
-    few = next(problem for problem in problems_of(device) if problem.m == 8)
-    assert po.CachedResolver(quiet=True).resolve(few).source == "table"
+        assert (found.source == "table") == (key in kept)
+        if key in kept:
+            assert found.reason.startswith("found by compiler: predicted")
+        else:
+            assert found.tile == po.StaticResolver().resolve(problem).tile
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", GENERATIONS)
 def test_a_sample_is_what_the_command_gives(device):
-    """Problems with few rows, whose kernels compile in no time."""
+    """Problems with few rows, whose kernels compile in no time.
+
+    Another libtpu, or a later order of candidates, may prefer another tile by next to nothing.
+    """
     entries = {canonical_key(entry.key): entry for entry in table(device)}
-    problems = [
-        problem
-        for problem in problems_of(device)
+    few = {
+        key: problem
+        for key, problem in by_key(device).items()
         if problem.m * problem.k * problem.n <= 512 * 1536 * 1536
-    ][::14]
-    assert len(problems) >= 4
-    made, missing = generate(problems)
-    assert not missing
-    for problem, entry in zip(problems, made, strict=True):
-        kept = entries[canonical_key(problem_key(problem))]
-        if kept.versions == versions():
-            assert entry == kept
-            continue
-        # Another libtpu may prefer another tile, by next to nothing.
-        tiles = list(dict.fromkeys([*candidates(problem, most=2), kept.tile]))
+    }
+    sample = dict(list(few.items())[::14]) | {key: few[key] for key in few.keys() & entries.keys()}
+    for key, problem in list(sample.items())[:16]:
+        default = po.StaticResolver().resolve(problem).tile
+        taken = entries[key].tile.clipped_to(problem.matmul) if key in entries else default
+        tiles = list(dict.fromkeys([*candidates(problem, most=2), taken, default]))
         with CompilePool() as pool:
             (ranking,) = rank([problem], [tiles], pool, budget_seconds=60)
+            (of_default,) = rank([problem], [[default]], pool, budget_seconds=60)
         assert not ranking.estimated
         times = {tile: one.prediction.seconds for tile, one in ranking.judgements}
-        assert times.get(kept.tile, 0.0) <= 1.03 * min(times.values())
+        assert times.get(taken, of_default.seconds) <= 1.03 * ranking.seconds
+        if key in entries:
+            assert times[taken] < 0.99 * of_default.seconds
 
 
 def kernels(device):
     """Each kernel once: those of one layout, dtype and tile are the same for all batch sizes."""
-    by_key = {canonical_key(problem_key(problem)): problem for problem in problems_of(device)}
+    problems = by_key(device)
     jobs = {}
     for entry in table(device):
-        matmul = by_key[canonical_key(entry.key)].matmul
+        matmul = problems[canonical_key(entry.key)].matmul
         tile = entry.tile.clipped_to(matmul)
         job = compile_job(po.TileProblem(matmul, device), tile)
         job = dataclasses.replace(job, vmem_limit_bytes=entry.vmem_limit_bytes)
@@ -114,7 +122,7 @@ def check_kernels(jobs):
 @pytest.mark.parametrize("device", GENERATIONS)
 def test_some_shipped_tiles_compile(device):
     jobs = kernels(device)
-    check_kernels({job: jobs[job] for job in list(jobs)[:: len(jobs) // 8]})
+    check_kernels({job: jobs[job] for job in list(jobs)[:: max(1, len(jobs) // 8)]})
 
 
 @pytest.mark.sweep
