@@ -109,8 +109,8 @@ class CachedResolver:
         if on_tpu or not self.quiet:
             warn_once(
                 "miss",
-                f"no tile is stored for {problem.describe()}: taken is one by shape alone, and it "
-                f"may be far from the best. `pallas-ops tune` or AutotuneResolver finds one. "
+                f"no tile is stored for {problem.describe()}: taken is the best by an "
+                f"estimate. `pallas-ops tune` or AutotuneResolver may find a better one. "
                 f"(Told once; `pallas-ops tiles why` tells it for each shape.)",
             )
         return self.fallback.resolve(problem)

@@ -653,7 +653,7 @@ def test_why_says_where_xlas_dot_is_faster():
 
 
 def test_why_of_what_is_shipped():
-    why = _why(2048, 4096, 4096, "--device", "v5e")
+    why = _why(512, 512, 512, "--layout", "NN", "--dtype", "float32", "--device", "v5e")
     assert why["source"] == "table"
     assert why["reason"].startswith("found by compiler: predicted")
     assert _asked(why)[-1] == "the table for v5e that comes with the package"

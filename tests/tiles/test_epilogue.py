@@ -11,11 +11,14 @@ from pallas_ops.kernels import Activation, Columns, Epilogue
 from pallas_ops.tiles import (
     as_tile_choice,
     candidates,
+    Entry,
     estimate_vmem_bytes,
     forget,
     problem_key,
     resolve_tile,
+    versions,
 )
+from pallas_ops.tiles._store import TileStore
 from pallas_ops.tiles._sweep import sweep
 
 from .tools import matmul_problem
@@ -29,6 +32,11 @@ def _problem(outputs=1, m=512, k=4096, n=4096, device="v5e", implementation="mos
     )
     matmul = dataclasses.replace(bare, epilogue=epilogue)
     return po.TileProblem(matmul, device=device, implementation=implementation)
+
+
+def _store_tile(problem, store):
+    tile = candidates(problem, most=2)[1]  # not the default one
+    assert TileStore(store).put(Entry(problem_key(problem), versions(), tile))
 
 
 def test_its_outputs_count():
@@ -50,10 +58,11 @@ def test_keys_tell_epilogues_apart():
 
 def test_the_products_own_tile_serves_until_there_is_another(store):
     problem = _problem(2)
+    _store_tile(problem.bare, store)
     bare = po.CachedResolver().resolve(problem.bare)
-    assert bare.source == "table"
+    assert bare.source == "store"
     found = po.CachedResolver().resolve(problem)
-    assert (found.tile, found.source) == (bare.tile, "table")
+    assert (found.tile, found.source) == (bare.tile, "store")
     assert "without its epilogue" in found.reason
     # With room for the second output.
     limits = [
@@ -68,8 +77,9 @@ def test_a_tile_that_may_not_fit_with_the_outputs_is_shrunk(store):
     """A v4 has no more VMEM to give than the compiler's default."""
     for m in (512, 2048, 8192):
         problem = _problem(2, m=m, device="v4")
+        _store_tile(problem.bare, store)
         found = po.CachedResolver().resolve(problem)
-        assert found.source == "table"
+        assert found.source == "store"
         assert estimate_vmem_bytes(problem.matmul, found.tile) <= 12 * 2**20
 
 
@@ -79,6 +89,7 @@ def test_the_tile_of_bfloat16_serves_beside_weights_of_int8(scaled, store):
         wide = po.TileProblem(
             matmul_problem(8192, 4096, 4096, "bfloat16", layout=layout), device=device
         )
+        _store_tile(wide, store)
         scale = Epilogue(scale=Columns((1, 4096), jnp.dtype(jnp.float32)))
         matmul = dataclasses.replace(
             wide.matmul, rhs_dtype=jnp.dtype(jnp.int8), epilogue=scale if scaled else None
@@ -86,7 +97,7 @@ def test_the_tile_of_bfloat16_serves_beside_weights_of_int8(scaled, store):
         problem = po.TileProblem(matmul, device=device)
         found = po.CachedResolver().resolve(problem)
         expected = po.CachedResolver().resolve(wide)
-        assert found.source == expected.source == "table"
+        assert found.source == expected.source == "store"
         assert "of bfloat16 alone" in found.reason
         if device == "v4":
             assert estimate_vmem_bytes(problem.matmul, found.tile) <= 12 * 2**20
