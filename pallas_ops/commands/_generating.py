@@ -1,8 +1,8 @@
 """The tables of tiles that come with the package."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from .._hardware import find_generation
 from ..compiler import CompilePool, Judgement
@@ -61,14 +61,17 @@ def generate(
     ]
     # By itself: as a candidate it would not be compiled where another is sure to be faster.
     defaults = [[StaticResolver().resolve(problem).tile] for problem in problems]
-    given: dict[str, Any] = {"budget_seconds": _BUDGET_SECONDS, "told": told, "exact": False}
     with CompilePool() as pool:
-        of_defaults = rank(problems, defaults, pool, **given)
-        rankings = rank(problems, tiles, pool, **given)
+        ranked = functools.partial(
+            rank, problems, pool=pool, budget_seconds=_BUDGET_SECONDS, told=told, exact=False
+        )
+        of_defaults, rankings = ranked(defaults), ranked(tiles)
     entries, missing = [], {}
     for problem, default, ranking in zip(problems, of_defaults, rankings, strict=True):
         if not ranking.may_be_stored:
             missing[problem] = ranking.why_not_stored()
+        elif default.unanswered:
+            missing[problem] = default.why_not_stored()
         elif not default.judgements or ranking.seconds < _WORTH * default.seconds:
             entries.append(dataclasses.replace(compiler_entry(problem, ranking), failures={}))
     return entries, missing

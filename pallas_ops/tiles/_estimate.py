@@ -1,7 +1,7 @@
 """How long a tile should take, by arithmetic alone: to choose and to order tiles by."""
 
 import math
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 
@@ -12,14 +12,29 @@ from ._config import LANES, sublanes, TileArray, TileConfig
 from ._problem import TileProblem
 
 
-# What a step costs beside its MXU operations, in cycles, by the size of the MXU: always, and more
-# where lhs is transposed; for each 1024 entries of a sum that goes on to the next step, and of an
-# operand of 32 bits, both of which an MXU of 256 outruns. Fitted to the schedules of libtpu 0.0.50
-# for the shapes of `pallas-ops bench default --seed 100`: half of the 408 are within 50 cycles.
-_CYCLES_PER_STEP = {128: 250, 256: 220}
-_MORE_FOR_TRANSPOSED_LHS = {128: 130, 256: 0}
-_CYCLES_OF_A_SUM = {128: 0.0, 256: 0.24}
-_CYCLES_OF_32_BITS = {128: 0.0, 256: 0.07}
+class _Beside(NamedTuple):
+    """What a step costs beside its MXU operations, in cycles.
+
+    **Arguments:**
+
+    - `always`: whatever it multiplies.
+    - `transposed_lhs`: more where lhs is transposed.
+    - `unfinished_sum`: for each entry of a sum that goes on in the next step.
+    - `wide_operand`: for each entry of an operand of 32 bits.
+    """
+
+    always: int
+    transposed_lhs: int
+    unfinished_sum: float
+    wide_operand: float
+
+
+# By the size of the MXU; one of 256 outruns what stores sums and reads wide operands. Fitted to the
+# schedules of libtpu 0.0.50 for the shapes of `pallas-ops bench default --seed 100`.
+_BESIDE = {
+    128: _Beside(250, 130, 0.0, 0.0),
+    256: _Beside(220, 0, 0.24 / 1024, 0.07 / 1024),
+}
 
 _CYCLES_PER_PART = 150
 """What each further part of the first blocks costs beside its MXU operations."""
@@ -43,14 +58,14 @@ def _cycles(problem: MatmulProblem, blocks: tuple[Any, Any, Any], on: Chip) -> A
     native = problem.multiplies_int8 and on.multiplies_int8
     rate = on.rates[32] if native else on.rates[16] / mxu_passes(problem)
     multiplied = filled_m * filled_k * filled_n / (on.num_mxus * rate)
-    size = on.mxu_size
+    beside = _BESIDE[on.mxu_size]
     wide = (problem.lhs_dtype.itemsize == 4) * m * k + (problem.rhs_dtype.itemsize == 4) * k * n
     return (
         multiplied
-        + _CYCLES_PER_STEP[size]
-        + _MORE_FOR_TRANSPOSED_LHS[size] * problem.transpose_lhs
-        + _CYCLES_OF_A_SUM[size] * (k < problem.k) * m * n / 1024
-        + _CYCLES_OF_32_BITS[size] * wide / 1024
+        + beside.always
+        + beside.transposed_lhs * problem.transpose_lhs
+        + beside.unfinished_sum * (k < problem.k) * m * n
+        + beside.wide_operand * wide
     )
 
 

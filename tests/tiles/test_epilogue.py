@@ -16,9 +16,9 @@ from pallas_ops.tiles import (
     forget,
     problem_key,
     resolve_tile,
+    TileStore,
     versions,
 )
-from pallas_ops.tiles._store import TileStore
 from pallas_ops.tiles._sweep import sweep
 
 from .tools import matmul_problem
